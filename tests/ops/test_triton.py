@@ -1,0 +1,358 @@
+"""The Triton twins against the references: in Triton's interpreter on the CPU, and compiled for GPUs that are not here.
+
+The interpreter must be asked for before Triton is imported, and then nothing can be compiled in the same process. So
+this file is also a script: `python tests/ops/test_triton.py` compiles every kernel, and a test runs it that way.
+"""
+
+import os
+
+if __name__ != "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trimtab.ops import blockwise, blockwise_triton, int8, int8_triton, step, step_rules, step_triton
+from trimtab.ops.checks import FLOATS
+from trimtab.ops.codebook import dynamic, linear, load_codebook, midpoints
+
+SIGNED, UNSIGNED = load_codebook(), load_codebook(signed=False)
+SIZES = [1, 63, 256, 257, 1031]  # below, at and above a block; a prime
+RULES = {
+    "adamw": lambda t: step_rules.adamw(t, lr=1e-2, weight_decay=0.1),
+    "momentum": lambda t: step_rules.sgd(t, lr=1e-2, weight_decay=0.1, nesterov=True),
+    "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
+    "rms": lambda t: step_rules.rmsprop(t, lr=1e-2),
+    "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_numpy() -> Iterator[None]:
+    """Overflow and NaN are the point of some tests; numpy, which interprets the kernels, would warn."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture
+def small_tile(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A tile so small that blocks exceed it."""
+    monkeypatch.setattr(blockwise_triton, "TILE", 128)
+    return blockwise_triton.TILE
+
+
+def assert_identical(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Normal values whose scale wanders over ten decades, so that every decade of a codebook is used."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * 10 ** (-10 * torch.rand(shape, generator=generator) ** 3)
+
+
+def test_the_interpreter_is_what_runs() -> None:
+    assert type(blockwise_triton._quantize_kernel).__name__ == "InterpretedFunction"
+
+
+# --- blockwise
+
+
+@pytest.mark.parametrize("block", [1, 33, 64, 256, 300, 2048])
+@pytest.mark.parametrize("n", SIZES)
+def test_quantizing_matches_the_reference_exactly(n: int, block: int, small_tile: int) -> None:
+    x = random(n)
+    codes, absmax = blockwise.quantize_reference(x, SIGNED, block)
+    assert_identical(blockwise_triton.quantize(x, SIGNED, block), (codes, absmax))
+    expected = blockwise.dequantize_reference(codes, absmax, SIGNED, block, torch.float32)
+    assert_identical(blockwise_triton.dequantize(codes, absmax, SIGNED, block, torch.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_dtype_matches_the_reference_exactly(dtype: torch.dtype) -> None:
+    x = random(1031).clamp(min=-0.9).to(dtype)
+    x[x.float().abs() < 1e-6] = 0  # the interpreter reads denormal bfloat16 as zero
+    codes, absmax = blockwise.quantize_reference(x, SIGNED, 64)
+    assert_identical(blockwise_triton.quantize(x, SIGNED, 64), (codes, absmax))
+    expected = blockwise.dequantize_reference(codes, absmax, SIGNED, 64, dtype)
+    assert_identical(blockwise_triton.dequantize(codes, absmax, SIGNED, 64, dtype), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+@pytest.mark.parametrize("make", [dynamic, linear])
+def test_a_value_on_a_boundary_goes_to_the_lower_code(make: Any, bits: int) -> None:
+    codebook = make(bits=bits, **({"exponent_bits": bits - 1} if make is dynamic else {}))
+    edges = midpoints(codebook)
+    x = torch.cat([edges, edges.nextafter(torch.tensor(2.0)), edges.nextafter(torch.tensor(-2.0)), torch.ones(1)])
+    expected = blockwise.quantize_reference(x, codebook, x.numel())
+    assert_identical(blockwise_triton.quantize(x, codebook, x.numel()), expected)
+
+
+@pytest.mark.parametrize("block", [64, 300])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_value_spoils_only_its_own_block(bad: float, block: int, small_tile: int) -> None:
+    x = random(1031)
+    x[310] = bad
+    x[600:] = 0  # and blocks of zeros stay zeros
+    codes, absmax = blockwise_triton.quantize(x, SIGNED, block)
+    assert_identical((codes, absmax), blockwise.quantize_reference(x, SIGNED, block))
+    assert absmax.isnan().sum() == 1
+
+
+def test_empty_tensors_and_given_outputs() -> None:
+    codes, absmax = blockwise_triton.quantize(torch.empty(0, 3), SIGNED, 64)
+    assert codes.shape == (0, 3)
+    assert absmax.shape == (0,)
+    assert blockwise_triton.dequantize(codes, absmax, SIGNED, 64, torch.float16).shape == (0, 3)
+    x = random(5, 7)
+    codes, absmax, out = torch.empty(5, 7, dtype=torch.uint8), torch.empty(2), torch.empty(5, 7)
+    blockwise_triton.quantize_out(x, SIGNED, 33, codes, absmax)
+    blockwise_triton.dequantize_out(codes, absmax, SIGNED, 33, out)
+    assert_identical((codes, absmax), blockwise.quantize_reference(x, SIGNED, 33))
+    assert_identical(out, blockwise.dequantize_reference(codes, absmax, SIGNED, 33, torch.float32))
+
+
+# --- step
+
+
+def arguments(
+    rule: str,
+    *,
+    bits: int,
+    block: int = 256,
+    sizes: list[int] = SIZES,
+    params: Any = torch.float32,
+    grads: Any = torch.float32,
+) -> tuple[Any, ...]:
+    """What `step` takes, for one tensor per size; `params` and `grads` are a dtype, or one per tensor."""
+    p_dtypes, g_dtypes = ([d] * len(sizes) if isinstance(d, torch.dtype) else d for d in (params, grads))
+    p = [random(n, seed=i).to(d) for i, (n, d) in enumerate(zip(sizes, p_dtypes, strict=True))]
+    g = [random(n, seed=100 + i).to(d) for i, (n, d) in enumerate(zip(sizes, g_dtypes, strict=True))]
+    states, absmax = [], []
+    for k, is_signed in enumerate(step.RULES[rule].signed):
+        for i, n in enumerate(sizes):
+            moment = random(n, seed=1000 * (k + 1) + i)
+            moment = moment if is_signed else moment.square()
+            if bits == 8:
+                moment, scale = blockwise.quantize_reference(moment, SIGNED if is_signed else UNSIGNED, block)
+                absmax.append(scale)
+            states.append(moment)
+    return p, g, states, absmax, RULES[rule](torch.arange(len(sizes)) + 1), SIGNED, UNSIGNED, rule, block
+
+
+def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([x.clone() for x in value] if isinstance(value, list) else value for value in args)
+
+
+def stepped(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Parameters, states and scales after a step from a copy of these arguments."""
+    args = copied(args)
+    function(*args)
+    return args[0], args[2], args[3]
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_on_many_tensors_matches_the_reference_exactly(rule: str, bits: int) -> None:
+    args = arguments(rule, bits=bits, sizes=[1, 63, 0, 256, 257, 1031])
+    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+
+
+@pytest.mark.parametrize(("rule", "block"), [*((rule, 300) for rule in RULES), ("adamw", 2048)])
+def test_a_block_may_be_longer_than_a_tile(rule: str, block: int, small_tile: int) -> None:
+    args = arguments(rule, bits=8, block=block, sizes=[257, 700])
+    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+
+
+@pytest.mark.parametrize("block", [1, 33, 64])
+def test_a_program_may_take_many_short_blocks(block: int) -> None:
+    args = arguments("adamw", bits=8, block=block)
+    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_dtypes_and_alignments_may_be_mixed_in_one_call(bits: int) -> None:
+    sizes = [64, 63, 256, 257, 96, 64]
+    mixed = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16, torch.bfloat16, torch.float32]
+    args = arguments("adamw", bits=bits, params=mixed, grads=mixed[1:] + mixed[:1], sizes=sizes)
+    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+    groups = list(step_triton._groups(args[0], args[1]))
+    assert sorted(i for group in groups for i in group.members) == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_leaves_its_tensor_alone(bad: float, bits: int) -> None:
+    args = arguments("adamw", bits=bits)
+    args[4][3, step.MIX_G] = bad  # a number that this rule does not even use
+    before, after = stepped(lambda *_: None, args), stepped(step_triton.step, args)
+    assert_identical(after, stepped(step.step_reference, args))
+    for old, new in zip(before, after, strict=True):
+        assert_identical(new[3 :: len(SIZES)], old[3 :: len(SIZES)])
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_nan_gradient_reaches_its_parameter_and_its_block(rule: str, bits: int) -> None:
+    args = arguments(rule, bits=bits, sizes=[257, 1031])
+    args[1][1][300] = math.nan
+    params, *stored = stepped(step_triton.step, args)
+    expected, *expected_stored = stepped(step.step_reference, args)
+    assert params[1][300].isnan()
+    params[1][300] = expected[1][300] = 0
+    assert_identical((params, stored), (expected, expected_stored))
+    assert any(x.isnan().any() for x in stored[1 if bits == 8 else 0])
+
+
+def test_a_positive_second_moment_is_never_stored_as_zero() -> None:
+    args = arguments("rms", bits=8, sizes=[256])
+    args[1][0][:] = 1e-12
+    args[1][0][7] = 1.0
+    args[2][0][:] = 0
+    _, (codes,), _ = stepped(step_triton.step, args)
+    assert (codes > 0).all()
+    assert_identical(codes, stepped(step.step_reference, args)[1][0])
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("rule", RULES)
+def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> None:
+    args = arguments(rule, bits=bits, block=300, sizes=[63, 0, 700], params=torch.bfloat16)
+    args[4][0, step.LR] = math.nan  # not skipped here: the caller should see it
+    before = copied(args)
+    actual = step_triton.norms(*args)
+    # A program adds a few hundred float32 numbers, which costs a few units in the last place.
+    torch.testing.assert_close(actual, step.norms_reference(*args), rtol=1e-6, atol=0, equal_nan=True)
+    assert_identical(step_triton.norms(*args), actual)
+    assert_identical(args[:4], before[:4])
+
+
+def test_gradient_norms_match_the_reference() -> None:
+    grads = [random(n, seed=n).to(dtype) for n in (0, 1, 257, 5000) for dtype in FLOATS]
+    grads[6][5] = math.inf
+    expected = step.gradient_norms_reference(grads)
+    torch.testing.assert_close(step_triton.gradient_norms(grads), expected, rtol=1e-6, atol=0)
+
+
+# --- int8
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 0), (0, 3), (17, 300), (300, 17), (1, 1031)])
+@pytest.mark.parametrize("part", [64, 4096])
+def test_int8_codes_match_the_reference_exactly(
+    shape: tuple[int, int], dim: int, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8_triton, "PART", part)
+    x = random(*shape)
+    if min(shape) > 1:
+        x[1, 2] = math.nan
+        x[0], x[:, 0] = 0, 0
+    assert_identical(int8_triton.quantize(x, dim), int8.quantize_reference(x, dim))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8_rounds_half_to_even(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.arange(-126.5, 127), torch.tensor([127.0])]).to(dtype)[None]
+    codes, absmax = int8_triton.quantize(x, 1)
+    assert_identical((codes, absmax), int8.quantize_reference(x, 1))
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+@pytest.mark.parametrize("size", [(1, 1, 1), (3, 0, 4), (0, 3, 4), (130, 70, 129), (5, 300, 7)])
+def test_int8_products_match_the_reference_exactly(size: tuple[int, int, int], scalar: bool) -> None:
+    rows, inner, columns = size
+    a = torch.randint(-127, 128, (rows, inner), dtype=torch.int8)
+    b = torch.randint(-127, 128, (inner, columns), dtype=torch.int8)
+    scales = [torch.rand(()) if scalar else torch.rand(n) for n in (rows, columns)]
+    views = a.t().contiguous().t(), b.t().contiguous().t()
+    biases = None, torch.randn(columns), torch.randn(columns).half()
+    for dtype, bias in zip(FLOATS, biases, strict=True):
+        expected = int8.matmul_reference(a, b, *scales, bias, dtype)
+        assert_identical(int8_triton.matmul(a, b, *scales, bias, dtype), expected)
+        assert_identical(int8_triton.matmul(*views, *scales, bias, dtype), expected)
+
+
+def test_int8_products_cover_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "MNK":
+        monkeypatch.setattr(int8_triton, name, 16)
+    monkeypatch.setattr(int8_triton, "GROUP", 2)  # five rows of tiles: the last group is a short one
+    a = torch.randint(-127, 128, (70, 40), dtype=torch.int8)
+    b = torch.randint(-127, 128, (40, 50), dtype=torch.int8)
+    scales = torch.rand(70), torch.rand(50)
+    expected = int8.matmul_reference(a, b, *scales, None, torch.float32)
+    assert_identical(int8_triton.matmul(a, b, *scales, None, torch.float32), expected)
+
+
+# --- Compiling, without a GPU
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_kernel_compiles(arch: int, tmp_path: Any) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, __file__, str(arch)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["compiled", str(len(list(variants())))]
+
+
+def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Every kernel with every choice that changes its arithmetic. Small tiles, which compile fastest."""
+    tile = {"ROWS": 1, "TILE": 128}
+    for dtype in ("fp32", "bf16", "fp16"):
+        yield blockwise_triton._quantize_kernel, {"x_ptr": f"*{dtype}", "MANY": dtype == "bf16", **tile}
+        yield blockwise_triton._dequantize_kernel, {"out_ptr": f"*{dtype}", **tile}
+        yield (
+            int8_triton._matmul_kernel,
+            {"out_ptr": f"*{dtype}", "HAS_BIAS": dtype != "fp32", "M": 64, "N": 32, "K": 64, "GROUP": 8},
+        )
+    for walks in ((True, True), (True, False), (False, True)):
+        chosen = {"MEASURE": walks[0], "ROUND": walks[1], "LANES": 16, "TILE": 64}
+        yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
+    yield step_triton._gradient_norms_kernel, {"G_TYPE": tl.bfloat16, "ALIGNED": True, "MANY": False, **tile}
+    for rule in RULES:
+        keeps = sum(1 << step_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
+        for quantized in (True, False):
+            chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
+            for kernel in (step_triton._step_kernel, step_triton._norms_kernel):
+                yield kernel, {**chosen, "ALIGNED": quantized, "MANY": quantized, **tile}
+
+
+def compile_all(arch: int) -> int:
+    """Compile to machine code, and look for instructions that round differently from the reference."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"table_ptr": "*i64", "owner_ptr": "*i64", "a_ptr": "*i8", "b_ptr": "*i8", "bias_ptr": "*bf16"}
+    count = 0
+    for kernel, chosen in variants():
+        codes = "*i8" if kernel is int8_triton._quantize_kernel else "*u8"
+        signature, constants = {}, {}
+        for name in kernel.arg_names:
+            fallback = codes if name == "codes_ptr" else "*fp32" if name.endswith("_ptr") else "i32"
+            given = chosen.get(name, types.get(name, fallback))
+            is_type = name.endswith("_ptr") or name not in chosen
+            signature[name] = given if is_type else "constexpr"
+            if not is_type:
+                constants[name] = given
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        options = {"enable_fp_fusion": False}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        assert compiled.asm["cubin"]
+        for wrong in ("fma.rn.f32", ".ftz", ".approx", "div.full"):
+            assert wrong not in compiled.asm["ptx"], f"{kernel.__name__} {chosen} holds {wrong}"
+        count += 1
+    return count
+
+
+if __name__ == "__main__":
+    print("compiled", compile_all(int(sys.argv[1])))

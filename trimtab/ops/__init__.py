@@ -1,0 +1,28 @@
+"""NUMBERS: tensors in, tensors out; no modules, no state, no files. Everything else stands on this room.
+
+Each op is one name: `ls blockwise*` shows its reference, its CPU kernel and its GPU kernel.
+"""
+
+from trimtab.ops import float8, int8, step_rules
+from trimtab.ops.blockwise import (
+    dequantize_blockwise,
+    dequantize_tensorwise,
+    quantize_blockwise,
+    quantize_tensorwise,
+)
+from trimtab.ops.codebook import load_codebook
+from trimtab.ops.step import fused_step, gradient_norms, step_norms
+
+__all__ = [
+    "dequantize_blockwise",
+    "dequantize_tensorwise",
+    "float8",
+    "fused_step",
+    "gradient_norms",
+    "int8",
+    "load_codebook",
+    "quantize_blockwise",
+    "quantize_tensorwise",
+    "step_norms",
+    "step_rules",
+]

@@ -1,0 +1,120 @@
+"""Which kernels are here and, if one is not, why. PyTorch's dispatcher picks between them; nothing here does.
+
+`native` is the compiled CPU module or None; `triton_missing` is why the GPU kernels are not used, or None if they are.
+Importing Triton takes half a second, so it happens only where there is a GPU to run it.
+"""
+
+import importlib.util
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["reference", "native", "triton"]
+
+_native: ModuleType | None
+native_missing: str | None
+try:
+    from trimtab.ops import _native
+
+    native_missing = None
+except ImportError as error:
+    _native = None
+    native_missing = f"not built ({error})"
+    if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        native_missing = "not built: no C++ compiler was found; install g++ and reinstall trimtab"
+native = _native
+
+triton_missing: str | None = None
+if importlib.util.find_spec("triton") is None:
+    triton_missing = "triton is not installed; pip install 'trimtab[gpu]'"
+elif not torch.cuda.is_available():
+    triton_missing = "no CUDA device"
+
+# What the native module calls the dtypes.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
+OPS: dict[str, tuple[Backend, ...]] = {
+    "quantize_blockwise": ("reference", "native", "triton"),
+    "dequantize_blockwise": ("reference", "native", "triton"),
+    "fused_step": ("reference", "native", "triton"),
+    "step_norms": ("reference", "native", "triton"),
+    "gradient_norms": ("reference", "native", "triton"),
+    "quantize_int8": ("reference", "native", "triton"),
+    "int8_matmul": ("reference", "native", "triton"),
+    "round_float8": ("reference",),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """Who serves an op on one kind of device, and why not somebody faster."""
+
+    op: str
+    device: Literal["cpu", "cuda"]
+    backend: Backend
+    reason: str
+
+
+def served() -> list[Served]:
+    """One row per op and per device that is here."""
+    rows = []
+    for op, kernels in OPS.items():
+        backend: Backend = "native" if native is not None and "native" in kernels else "reference"
+        reason = native_missing or f"{native.level()} kernels" if native is not None or native_missing else ""
+        if op == "int8_matmul":
+            product, reason = int8_product()
+            backend = "reference" if product == "reference" else "native"
+        if kernels == ("reference",):
+            reason = "simulated; plain PyTorch is its only form"
+        rows.append(Served(op, "cpu", backend, reason))
+        if torch.cuda.is_available():
+            on_gpu: Backend = "triton" if triton_missing is None and "triton" in kernels else "reference"
+            rows.append(Served(op, "cuda", on_gpu, triton_missing or "Triton kernels"))
+    return rows
+
+
+@cache
+def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
+    """Who multiplies int8 matrices on this CPU, and why.
+
+    oneDNN's product needs VNNI: without it `torch._int_mm` runs a plain loop, a hundred times slower.
+    """
+    if _has_vnni():
+        if not _int_mm_is_exact():
+            return _fallback("torch._int_mm gives wrong sums on this CPU")
+        return "onednn", "torch._int_mm (oneDNN with VNNI)"
+    return _fallback("no VNNI, so torch._int_mm would be slow")
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+def _fallback(why: str) -> tuple[Literal["native", "reference"], str]:
+    if native is not None and native.has_matmul():
+        return "native", f"{why}; {native.level()} int16 pairs"
+    return "reference", f"{why}; {native_missing or 'exact float32 products'}"
+
+
+def _has_vnni() -> bool:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    return torch.cpu._is_vnni_supported()
+
+
+def _int_mm_is_exact() -> bool:
+    """The largest sums of both signs: arithmetic that saturates at 16 bits gives itself away."""
+    a = torch.full((32, 64), 127, dtype=torch.int8)
+    b = a.clone()
+    b[::2] = -127
+    expected = 64 * 127**2 * torch.ones(32, 32, dtype=torch.int32)
+    expected[:, ::2] *= -1
+    return torch.equal(torch._int_mm(a, b.t()), expected)

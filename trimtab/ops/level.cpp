@@ -1,0 +1,20 @@
+// The kernels of one instruction set, in one object: compiled once per level, with that level's flags.
+#include "blockwise.cpp"
+#include "int8.cpp"
+#include "step.cpp"
+
+namespace trimtab::TRIMTAB_LEVEL {
+
+#define NAME_OF(x) #x
+#define NAME(x) NAME_OF(x)
+
+extern const Kernels kernels = {
+    NAME(TRIMTAB_LEVEL), quantize, dequantize, step, gradient_norms, traffic, quantize_int8, rescale,
+#ifdef __AVX2__
+    matmul,
+#else
+    nullptr,
+#endif
+};
+
+}  // namespace trimtab::TRIMTAB_LEVEL

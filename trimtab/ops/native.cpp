@@ -1,0 +1,212 @@
+// The Python module: turns addresses into arguments, recognises codebooks, and picks the instruction set once.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "native.h"
+
+namespace nb = nanobind;
+using Address = uintptr_t;
+
+namespace trimtab {
+
+#define LEVEL(name) \
+  namespace name {  \
+  extern const Kernels kernels; \
+  }
+LEVEL(baseline)
+#ifdef TRIMTAB_X86
+LEVEL(avx2)
+LEVEL(avx512)
+#endif
+
+namespace {
+
+// Every level this CPU can run, best first.
+std::vector<const Kernels*> supported_levels() {
+  std::vector<const Kernels*> levels;
+#ifdef TRIMTAB_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    levels.push_back(&avx512::kernels);
+  if (avx2) levels.push_back(&avx2::kernels);
+#endif
+  levels.push_back(&baseline::kernels);
+  return levels;
+}
+
+const Kernels* active = supported_levels().front();
+
+void set_level(const std::string& name) {
+  for (const Kernels* kernels : supported_levels())
+    if (name == kernels->level) {
+      active = kernels;
+      return;
+    }
+  throw std::invalid_argument("this CPU or this build has no level " + name);
+}
+
+// --- Codebooks
+
+struct Dynamic {
+  float positive[129], unsigned_[256];  // magnitudes by index; both start with 0 and end with 1
+
+  Dynamic() {
+    positive[0] = unsigned_[0] = 0, positive[128] = unsigned_[255] = 1;
+    for (int i = 0, j = 1, k = 1; i < 7; i++) {
+      const double scale = std::pow(10.0, i - 6);
+      for (int r = 0; r < 1 << i; r++) positive[j++] = (float)(scale * (0.1 + 0.9 * (r + 0.5) / (1 << i)));
+      for (int r = 0; r < 2 << i; r++) unsigned_[k++] = (float)(scale * (0.1 + 0.9 * (r + 0.5) / (2 << i)));
+    }
+  }
+};
+
+Codebook::Kind recognise(const float* values, int count) {
+  static const Dynamic dynamic;
+  if (count != 256) return Codebook::any;
+  if (std::memcmp(values, dynamic.unsigned_, sizeof dynamic.unsigned_) == 0) return Codebook::dynamic_unsigned;
+  for (int j = 0; j <= 128; j++)
+    if (values[127 + j] != dynamic.positive[j]) return Codebook::any;
+  for (int j = 1; j < 127; j++)
+    if (values[127 - j] != -dynamic.positive[j]) return Codebook::any;
+  if (values[0] == -1) return Codebook::dynamic_symmetric;
+  return values[0] == -dynamic.positive[127] ? Codebook::dynamic_signed : Codebook::any;
+}
+
+Codebook open_codebook(Address values, int count) {
+  Codebook book;
+  book.count = count;
+  std::memcpy(book.values, (const void*)values, count * sizeof(float));
+  for (int k = 0; k + 1 < count; k++) book.midpoints[k] = (book.values[k] + book.values[k + 1]) / 2;
+  book.midpoints[count - 1] = INFINITY;
+  book.kind = recognise(book.values, count);
+  return book;
+}
+
+// --- Entry points. Checks are Python's; these only unpack. The interpreter goes on while they run.
+
+void quantize(Address x, int dtype, int64_t count, int64_t block, Address codebook, int entries, Address codes,
+              Address absmax, int threads) {
+  nb::gil_scoped_release release;
+  const Codebook book = open_codebook(codebook, entries);
+  active->quantize({(const void*)x, (Dtype)dtype, count, block, &book, (uint8_t*)codes, (float*)absmax, threads});
+}
+
+void dequantize(Address codes, Address absmax, int64_t count, int64_t block, Address codebook, int entries, Address out,
+                int dtype, int threads) {
+  nb::gil_scoped_release release;
+  const Codebook book = open_codebook(codebook, entries);
+  active->dequantize({(const uint8_t*)codes, (const float*)absmax, count, block, &book, (void*)out, (Dtype)dtype, threads});
+}
+
+// One flat list per kind of argument, tensor by tensor; states and absmax state by state, as in step.py.
+std::vector<StepTensor> step_tensors(const std::vector<Address>& params, const std::vector<Address>& grads,
+                                     const std::vector<Address>& states, const std::vector<Address>& absmax,
+                                     const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
+                                     const std::vector<int>& grad_dtypes, Address scalars) {
+  std::vector<StepTensor> tensors(grads.size());
+  const size_t total = tensors.size(), kept = total ? states.size() / total : 0;
+  for (size_t t = 0; t < total; t++) {
+    StepTensor& x = tensors[t];
+    x.param = params.empty() ? nullptr : (void*)params[t];
+    x.grad = (const void*)grads[t];
+    x.count = counts[t];
+    x.scalars = (const Scalars*)scalars + t;
+    x.param_dtype = params.empty() ? Dtype::float32 : (Dtype)param_dtypes[t];
+    x.grad_dtype = (Dtype)grad_dtypes[t];
+    for (size_t k = 0; k < max_states; k++) {
+      x.state[k] = k < kept ? (void*)states[k * total + t] : nullptr;
+      x.absmax[k] = k < kept && !absmax.empty() ? (float*)absmax[k * total + t] : nullptr;
+    }
+  }
+  return tensors;
+}
+
+std::vector<double> step(int rule, const std::vector<Address>& params, const std::vector<Address>& grads,
+                         const std::vector<Address>& states, const std::vector<Address>& absmax,
+                         const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
+                         const std::vector<int>& grad_dtypes, Address scalars, int64_t block, Address signed_book,
+                         int signed_entries, Address unsigned_book, int unsigned_entries, bool norms, int threads) {
+  nb::gil_scoped_release release;
+  auto tensors = step_tensors(params, grads, states, absmax, counts, param_dtypes, grad_dtypes, scalars);
+  std::vector<double> sums(norms ? 3 * tensors.size() : 0);
+  const Codebook s = open_codebook(signed_book, signed_entries), u = open_codebook(unsigned_book, unsigned_entries);
+  active->step({(Rule)rule, tensors.data(), (int64_t)tensors.size(), block, &s, &u, !absmax.empty(),
+                norms ? sums.data() : nullptr, threads});
+  return sums;
+}
+
+std::vector<double> gradient_norms(const std::vector<Address>& grads, const std::vector<int64_t>& counts,
+                                   const std::vector<int>& dtypes, int threads) {
+  nb::gil_scoped_release release;
+  auto tensors = step_tensors({}, grads, {}, {}, counts, {}, dtypes, 0);
+  std::vector<double> sums(3 * tensors.size()), squares(tensors.size());
+  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, sums.data(), threads});
+  for (size_t t = 0; t < squares.size(); t++) squares[t] = sums[3 * t];
+  return squares;
+}
+
+void traffic(Address param, Address grad, Address m, Address v, int64_t count, bool quantized, int threads) {
+  nb::gil_scoped_release release;
+  auto tensors = step_tensors({param}, {grad}, {m, v}, {}, {count}, {0}, {0}, 0);
+  active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, nullptr, threads});
+}
+
+void quantize_int8(Address x, int dtype, int64_t rows, int64_t columns, bool by_column, Address codes, Address absmax,
+                   int threads) {
+  nb::gil_scoped_release release;
+  active->quantize_int8({(const void*)x, (Dtype)dtype, rows, columns, by_column, (int8_t*)codes, (float*)absmax, threads});
+}
+
+Rescale rescale_of(Address total, int64_t rows, int64_t columns, Address row, bool row_is_scalar, Address column,
+                   bool column_is_scalar, Address bias, Address out, int dtype, int threads) {
+  return {(const int32_t*)total, rows, columns, (const float*)row, (const float*)column, row_is_scalar, column_is_scalar,
+          (const float*)bias, (void*)out, (Dtype)dtype, threads};
+}
+
+void rescale(Address total, int64_t rows, int64_t columns, Address row, bool row_is_scalar, Address column,
+             bool column_is_scalar, Address bias, Address out, int dtype, int threads) {
+  nb::gil_scoped_release release;
+  active->rescale(rescale_of(total, rows, columns, row, row_is_scalar, column, column_is_scalar, bias, out, dtype, threads));
+}
+
+void matmul(Address a, bool a_transposed, Address b, bool b_transposed, int64_t inner, int64_t rows, int64_t columns,
+            Address row, bool row_is_scalar, Address column, bool column_is_scalar, Address bias, Address out, int dtype,
+            int threads) {
+  nb::gil_scoped_release release;
+  const Rescale r = rescale_of(0, rows, columns, row, row_is_scalar, column, column_is_scalar, bias, out, dtype, threads);
+  active->matmul({(const int8_t*)a, (const int8_t*)b, rows, inner, columns, a_transposed, b_transposed, r});
+}
+
+}  // namespace
+}  // namespace trimtab
+
+NB_MODULE(_native, m) {
+  using namespace trimtab;
+  m.doc() = "CPU kernels. They take addresses and trust them: call them through trimtab.ops, which checks.";
+  m.def("levels", [] {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : supported_levels()) names.emplace_back(kernels->level);
+    return names;
+  });
+  m.def("level", [] { return std::string(active->level); });
+  m.def("set_level", &set_level);
+  m.def("has_matmul", [] { return active->matmul != nullptr; });
+  m.def("has_closed_form", [](Address values, int count) { return recognise((const float*)values, count) != Codebook::any; });
+  m.def("quantize", &quantize);
+  m.def("dequantize", &dequantize);
+  m.def("step", &step);
+  m.def("gradient_norms", &gradient_norms);
+  m.def("traffic", &traffic);
+  m.def("quantize_int8", &quantize_int8);
+  m.def("rescale", &rescale);
+  m.def("matmul", &matmul);
+}

@@ -1,0 +1,117 @@
+// What the kernels share: argument types, the table of kernels that one instruction set offers, and threads.
+//
+// blockwise.cpp, step.cpp and int8.cpp are compiled once per instruction set, each time into its own namespace
+// TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the whole
+// library, and it might be the one with instructions this CPU does not have.
+#pragma once
+#include <cstdint>
+
+namespace trimtab {
+
+enum class Dtype : int { float32, bfloat16, float16 };
+
+// A codebook as the kernels want it. The dynamic tables are recognised by value, and then need no lookup.
+struct Codebook {
+  enum Kind { any, dynamic_signed, dynamic_symmetric, dynamic_unsigned } kind;
+  int count;
+  float values[256];
+  float midpoints[256];  // count - 1 decision boundaries, then +inf
+};
+
+struct Quantize {
+  const void* x;
+  Dtype dtype;
+  int64_t count, block;
+  const Codebook* codebook;
+  uint8_t* codes;
+  float* absmax;
+  int threads;
+};
+
+struct Dequantize {
+  const uint8_t* codes;
+  const float* absmax;
+  int64_t count, block;
+  const Codebook* codebook;
+  void* out;
+  Dtype dtype;
+  int threads;
+};
+
+enum class Rule : int { adamw, momentum, lion, rms, ademamix };
+constexpr int max_states = 3;
+
+// One row of trimtab.ops.step.SCALARS.
+struct Scalars {
+  float grad_scale, coupled, decay, lr, beta1, gain1, beta2, gain2, beta3, gain3, debias, eps, mix_m, mix_g;
+};
+
+struct StepTensor {
+  void* param;
+  const void* grad;
+  void* state[max_states];  // uint8 codes, or float32 moments where absmax is null
+  float* absmax[max_states];
+  int64_t count;
+  const Scalars* scalars;
+  Dtype param_dtype, grad_dtype;
+};
+
+struct Step {
+  Rule rule;
+  StepTensor* tensors;
+  int64_t tensor_count, block;
+  const Codebook *signed_book, *unsigned_book;
+  bool quantized;
+  double* norms;  // null to update; else [tensors][3] sums, and nothing is written to the tensors
+  int threads;
+};
+
+struct QuantizeInt8 {
+  const void* x;
+  Dtype dtype;
+  int64_t rows, columns;
+  bool by_column;
+  int8_t* codes;
+  float* absmax;
+  int threads;
+};
+
+struct Rescale {
+  const int32_t* total;
+  int64_t rows, columns;
+  const float *row, *column;  // scales, already divided by 127
+  bool row_is_scalar, column_is_scalar;
+  const float* bias;  // or null
+  void* out;
+  Dtype dtype;
+  int threads;
+};
+
+struct Matmul {
+  const int8_t *a, *b;  // [rows, inner] and [inner, columns], each plain or transposed
+  int64_t rows, inner, columns;
+  bool a_transposed, b_transposed;
+  Rescale rescale;  // its total is not used: the sums never leave the registers
+};
+
+struct Kernels {
+  const char* level;
+  void (*quantize)(const Quantize&);
+  void (*dequantize)(const Dequantize&);
+  void (*step)(const Step&);
+  void (*gradient_norms)(const Step&);  // sums of squares of the gradients, into [tensors][3], first column
+  void (*traffic)(const Step&);         // the loads and stores of a step and no arithmetic: the speed limit
+  void (*quantize_int8)(const QuantizeInt8&);
+  void (*rescale)(const Rescale&);
+  void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
+};
+
+// Run body(context, task, worker) for every task on up to `threads` threads, each taking the next task when it is free.
+void run_tasks(int64_t tasks, int threads, void (*body)(void*, int64_t task, int worker), void* context);
+
+template <class Body>
+static inline void parallel(int64_t tasks, int threads, Body body) {
+  run_tasks(tasks, threads, [](void* context, int64_t task, int worker) { (*(Body*)context)(task, worker); }, &body);
+}
+
+}  // namespace trimtab

@@ -1,0 +1,241 @@
+// A few vectors wide enough for one instruction set, on the compilers' own vector types: + - * / ?: need no names.
+//
+// W lanes of float (vf) or int32 (vi): 16 with AVX-512, else 8, which the compiler splits where registers are shorter.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "native.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace trimtab::TRIMTAB_LEVEL {
+
+#ifdef __AVX512F__
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+typedef int8_t vc __attribute__((vector_size(W)));
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+
+template <class V, class T>
+INLINE V load(const T* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+template <class V, class T>
+INLINE void store(T* to, V v) {
+  memcpy(to, &v, sizeof v);
+}
+INLINE vf load(const float* from) { return load<vf>(from); }
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vi splat(int32_t x) { return x - vi{}; }
+INLINE vi bits(vf x) { return (vi)x; }
+INLINE vf magnitude(vf x) { return (vf)(bits(x) & 0x7fffffff); }
+
+INLINE vf root(vf x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_sqrt_ps((__m256)x);
+#else
+  vf y;
+  for (int l = 0; l < W; l++) y[l] = __builtin_sqrtf(x[l]);
+  return y;
+#endif
+}
+
+// Widen W codes.
+INLINE vi load_codes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(load<vb>(from), vi);
+#endif
+}
+
+// a * b + c where the last bit does not matter, or where a * b is exact.
+INLINE vf roughly_fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// table[index % 8] in every lane.
+struct Eight {
+  float values[W];
+};
+INLINE vf lookup(const Eight& table, vi index) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)load(table.values));
+#elif defined(__AVX2__)
+  return (vf)_mm256_permutevar8x32_ps((__m256)load(table.values), (__m256i)index);
+#else
+  vf y;
+  for (int l = 0; l < W; l++) y[l] = table.values[index[l] & 7];
+  return y;
+#endif
+}
+
+// Logical shifts; counts of 32 and more, and negative ones, give 0.
+INLINE vi shift_right(vi x, vi count) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_srlv_epi32((__m512i)x, (__m512i)count);
+#elif defined(__AVX2__)
+  return (vi)_mm256_srlv_epi32((__m256i)x, (__m256i)count);
+#else
+  vi y;
+  for (int l = 0; l < W; l++) y[l] = (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] >> count[l]);
+  return y;
+#endif
+}
+
+INLINE vi shift_left(vi x, vi count) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_sllv_epi32((__m512i)x, (__m512i)count);
+#elif defined(__AVX2__)
+  return (vi)_mm256_sllv_epi32((__m256i)x, (__m256i)count);
+#else
+  vi y;
+  for (int l = 0; l < W; l++) y[l] = (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] << count[l]);
+  return y;
+#endif
+}
+
+INLINE vi smaller(vi a, vi b) { return a > b ? b : a; }
+INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
+INLINE vi smaller_unsigned(vi a, vi b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_min_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (vi)_mm256_min_epu32((__m256i)a, (__m256i)b);
+#else
+  typedef uint32_t vu __attribute__((vector_size(4 * W)));
+  return (vi)((vu)a > (vu)b ? (vu)b : (vu)a);
+#endif
+}
+
+INLINE bool any(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  int32_t set = 0;
+  for (int l = 0; l < W; l++) set |= mask[l];
+  return set;
+#endif
+}
+
+INLINE int32_t largest(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+#else
+  int32_t y = x[0];
+  for (int l = 1; l < W; l++) y = x[l] > y ? x[l] : y;
+  return y;
+#endif
+}
+
+INLINE double sum(vf x) {
+  double y = 0;
+  for (int l = 0; l < W; l++) y += x[l];
+  return y;
+}
+
+// --- bfloat16 and float16 stretches to and from float32. Rounding is to nearest, ties to even; NaN stays NaN.
+
+INLINE vf from_bfloat16(vh x) { return (vf)(__builtin_convertvector(x, vi) << 16); }
+INLINE vh to_bfloat16(vf x) {
+  vi b = bits(x);
+  vi rounded = (vi)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+  return __builtin_convertvector(x == x ? rounded : splat(0x7fc0), vh);
+}
+
+INLINE vf from_float16(vh x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps((__m128i)x);
+#else
+  vf y;
+  for (int l = 0; l < W; l++) {
+    _Float16 h;
+    uint16_t b = x[l];
+    memcpy(&h, &b, 2);
+    y[l] = (float)h;
+  }
+  return y;
+#endif
+}
+INLINE vh to_float16(vf x) {
+#if defined(__AVX512F__)
+  return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  vh y;
+  for (int l = 0; l < W; l++) {
+    _Float16 h = (_Float16)x[l];
+    uint16_t b;
+    memcpy(&b, &h, 2);
+    y[l] = b;
+  }
+  return y;
+#endif
+}
+
+INLINE int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+INLINE void* at(void* base, Dtype dtype, int64_t index) { return (char*)base + index * bytes_of(dtype); }
+INLINE const void* at(const void* base, Dtype dtype, int64_t index) { return (const char*)base + index * bytes_of(dtype); }
+
+// `count` values as float32: in place when they are, else converted into `scratch`, which holds a multiple of W.
+static inline const float* read(const void* from, Dtype dtype, int64_t count, float* scratch) {
+  if (dtype == Dtype::float32) return (const float*)from;
+  const uint16_t* half = (const uint16_t*)from;
+  for (int64_t k = 0; k < count; k += W) {
+    vh x{};
+    if (k + W <= count) x = load<vh>(half + k);
+    else memcpy(&x, half + k, 2 * (count - k));
+    store(scratch + k, dtype == Dtype::bfloat16 ? from_bfloat16(x) : from_float16(x));
+  }
+  return scratch;
+}
+
+// The way back: nothing to do where `values` already are the destination.
+static inline void write(const float* values, int64_t count, void* to, Dtype dtype) {
+  if (dtype == Dtype::float32) {
+    if (values != to) memcpy(to, values, 4 * count);
+    return;
+  }
+  uint16_t* half = (uint16_t*)to;
+  for (int64_t k = 0; k < count; k += W) {
+    vf x{};
+    if (k + W <= count) x = load(values + k);
+    else memcpy(&x, values + k, 4 * (count - k));
+    vh y = dtype == Dtype::bfloat16 ? to_bfloat16(x) : to_float16(x);
+    if (k + W <= count) store(half + k, y);
+    else memcpy(half + k, &y, 2 * (count - k));
+  }
+}
+
+}  // namespace trimtab::TRIMTAB_LEVEL

@@ -1,0 +1,294 @@
+// The fused optimizer step. A task takes a stretch of one tensor; each block of it is decoded, updated and encoded
+// while it is in the cache. The rules are the equations of step.py, operation by operation: the build turns off the
+// contraction of a * b + c into one instruction, so the results are the reference's, to the last bit.
+#include <cstdlib>
+
+#include "blockwise.h"
+
+namespace trimtab::TRIMTAB_LEVEL {
+
+// --- The rules. `state` holds the decoded moments and leaves with the new ones; the update is returned.
+
+template <Rule R>
+struct Math;
+
+template <>
+struct Math<Rule::adamw> {
+  static constexpr bool is_signed[] = {true, false};
+  INLINE vf update(const Scalars& s, vf g, vf* state) {
+    vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
+    vf v = state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
+    return m / (root(v) * s.debias + s.eps);
+  }
+};
+
+template <>
+struct Math<Rule::momentum> {
+  static constexpr bool is_signed[] = {true};
+  INLINE vf update(const Scalars& s, vf g, vf* state) {
+    vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
+    return s.mix_m * m + s.mix_g * g;
+  }
+};
+
+template <>
+struct Math<Rule::lion> {
+  static constexpr bool is_signed[] = {true};
+  INLINE vf update(const Scalars& s, vf g, vf* state) {
+    vf c = s.mix_m * state[0] + s.mix_g * g;
+    state[0] = s.beta1 * state[0] + s.gain1 * g;
+    vf sign = c > 0 ? splat(1.0f) : c < 0 ? splat(-1.0f) : vf{};
+    return c == c ? sign : c;  // the sign of NaN is NaN
+  }
+};
+
+template <>
+struct Math<Rule::rms> {
+  static constexpr bool is_signed[] = {false};
+  INLINE vf update(const Scalars& s, vf g, vf* state) {
+    vf v = state[0] = s.beta2 * state[0] + s.gain2 * (g * g);
+    return g / (root(v) * s.debias + s.eps);
+  }
+};
+
+template <>
+struct Math<Rule::ademamix> {
+  static constexpr bool is_signed[] = {true, true, false};
+  INLINE vf update(const Scalars& s, vf g, vf* state) {
+    vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
+    vf slow = state[1] = s.beta3 * state[1] + s.gain3 * g;
+    vf v = state[2] = s.beta2 * state[2] + s.gain2 * (g * g);
+    return (s.mix_m * m + s.mix_g * slow) / (root(v) * s.debias + s.eps);
+  }
+};
+
+// --- One block. Its moments lie in float32 buffers: the state itself, or scratch that codes are decoded into.
+
+template <bool WHOLE>
+INLINE vf load_lanes(const float* from, int lanes) {
+  if (WHOLE) return load(from);
+  vf x{};
+  memcpy(&x, from, 4 * lanes);
+  return x;
+}
+template <bool WHOLE>
+INLINE void store_lanes(float* to, vf x, int lanes) {
+  if (WHOLE) store(to, x);
+  else memcpy(to, &x, 4 * lanes);
+}
+template <bool WHOLE>
+INLINE vf only(vf x, int lanes) {
+  return WHOLE ? x : load_lanes<false>((const float*)&x, lanes);
+}
+
+// What the inner loop works on. Kept by value in its own frame: a store through a pointer then cannot change it.
+template <Rule R, bool CODED>
+struct Block {
+  static constexpr int states = sizeof Math<R>::is_signed;
+  Scalars scalars;
+  float* param;
+  const float* grad;
+  float* moment[max_states];
+  vi largest[max_states] = {};
+  vf sums[3] = {};
+
+  template <bool NORMS, bool WHOLE>
+  INLINE_MEMBER void update(int64_t k, int lanes) {
+    const Scalars& s = scalars;
+    const vf p = load_lanes<WHOLE>(param + k, lanes), g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
+    vf state[max_states];
+    for (int i = 0; i < states; i++) state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
+    const vf update = Math<R>::update(s, g, state);
+    if (NORMS) {
+      const vf change = (s.decay - 1.0f) * p - s.lr * update;
+      sums[0] += p * p;
+      sums[1] += only<WHOLE>(change * change, lanes);
+      if (!Math<R>::is_signed[states - 1]) {
+        const vf floor = splat(s.eps * s.eps), v = state[states - 1];
+        sums[2] += only<WHOLE>(g * g / (v < floor ? floor : v), lanes);
+      }
+      return;
+    }
+    store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
+    for (int i = 0; i < states; i++) {
+      store_lanes<WHOLE>(moment[i] + k, state[i], lanes);
+      if (CODED) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
+    }
+  }
+
+  template <bool NORMS>
+  INLINE_MEMBER void run(int64_t count) {
+    int64_t k = 0;
+    for (; k + W <= count; k += W) update<NORMS, true>(k, W);
+    if (k < count) update<NORMS, false>(k, (int)(count - k));
+  }
+
+  // Weight decay through the gradient: g <- g * grad_scale + coupled * p, into `scratch`.
+  INLINE_MEMBER void couple(int64_t count, float* scratch) {
+    for (int64_t k = 0; k < count; k++) scratch[k] = grad[k] * scalars.grad_scale + scalars.coupled * param[k];
+    grad = scratch;
+    scalars.grad_scale = 1;
+  }
+};
+
+// --- Tasks: stretches of whole blocks, a few tens of thousands of values long.
+
+struct Task {
+  int64_t tensor, start, end;
+};
+
+struct Tasks {
+  Task* list = nullptr;
+  int64_t count = 0;
+
+  // Tensors whose row is not finite are left out where `skip` is set.
+  Tasks(const Step& step, int64_t unit, bool skip) {
+    const int64_t stretch = unit * (unit >= 32768 ? 1 : 32768 / unit);
+    int64_t total = 0;
+    for (int64_t t = 0; t < step.tensor_count; t++) total += step.tensors[t].count / stretch + 1;
+    list = (Task*)malloc(total * sizeof(Task));
+    for (int64_t t = 0; t < step.tensor_count; t++) {
+      const StepTensor& x = step.tensors[t];
+      if (skip && !finite(*x.scalars)) continue;
+      for (int64_t start = 0; start < x.count; start += stretch) {
+        const int64_t end = start + stretch;
+        list[count++] = {t, start, end < x.count ? end : x.count};
+      }
+    }
+  }
+  ~Tasks() { free(list); }
+  Tasks(const Tasks&) = delete;
+
+  static bool finite(const Scalars& row) {
+    const float* values = (const float*)&row;
+    bool ok = true;
+    for (unsigned i = 0; i < sizeof row / sizeof(float); i++) ok &= __builtin_isfinite(values[i]);
+    return ok;
+  }
+};
+
+// Add up the tasks' sums in their order: the result does not depend on the number of threads.
+static void gather(const Tasks& tasks, const double* partial, const Step& step) {
+  for (int64_t i = 0; i < 3 * step.tensor_count; i++) step.norms[i] = 0;
+  for (int64_t t = 0; t < tasks.count; t++)
+    for (int i = 0; i < 3; i++) step.norms[3 * tasks.list[t].tensor + i] += partial[3 * t + i];
+}
+
+template <Rule R, bool CODED, bool NORMS>
+static void run(const Step& step) {
+  using B = Block<R, CODED>;
+  constexpr int states = B::states;
+  const Codebook* books[states];
+  for (int i = 0; i < states; i++) books[i] = Math<R>::is_signed[i] ? step.signed_book : step.unsigned_book;
+  const int64_t unit = CODED ? step.block : 1024;
+  const int64_t padded = (unit + 15) / 16 * 16, buffers = 2 + states;
+  const Tasks tasks(step, unit, !NORMS);
+  float* scratch = (float*)aligned_alloc(64, step.threads * padded * buffers * sizeof(float));
+  double* partial = NORMS ? (double*)malloc(tasks.count * 3 * sizeof(double)) : nullptr;
+  // Parallel over stretches; the blocks of one stretch follow each other in memory.
+  parallel(tasks.count, step.threads, [&](int64_t index, int worker) {
+    const Task task = tasks.list[index];
+    const StepTensor x = step.tensors[task.tensor];
+    float* const buffer = scratch + worker * padded * buffers;
+    double sums[3] = {};
+    for (int64_t start = task.start; start < task.end; start += unit) {
+      const int64_t count = smaller(task.end - start, unit), block = start / unit;
+      B b;
+      b.scalars = *x.scalars;
+      b.param = (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, buffer);
+      b.grad = read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, buffer + padded);
+      for (int i = 0; i < states; i++) {
+        float* const moment = CODED ? buffer + padded * (2 + i) : (float*)x.state[i] + start;
+        b.moment[i] = moment;
+        if (CODED)
+          decode(*books[i], (const uint8_t*)x.state[i] + start, count, x.absmax[i][block],
+                 [moment](int64_t k, vf y, int lanes) { memcpy(moment + k, &y, 4 * lanes); });
+      }
+      if (b.scalars.coupled != 0) b.couple(count, buffer + padded);
+      b.template run<NORMS>(count);
+      if (NORMS) {
+        for (int i = 0; i < 3; i++) sums[i] += sum(b.sums[i]);
+        continue;
+      }
+      write(b.param, count, at(x.param, x.param_dtype, start), x.param_dtype);
+      if (!CODED) continue;
+      float absmax[states];  // all of them first: the encoding of one state hides the wait for the next one's scale
+      for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
+      for (int i = 0; i < states; i++) {
+        uint8_t* codes = (uint8_t*)x.state[i] + start;
+        if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
+        else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
+        x.absmax[i][block] = stored(absmax[i]);
+      }
+    }
+    if (NORMS) memcpy(partial + 3 * index, sums, sizeof sums);
+  });
+  if (NORMS) gather(tasks, partial, step);
+  free(partial);
+  free(scratch);
+}
+
+template <Rule R>
+static void run_rule(const Step& step) {
+  const bool norms = step.norms != nullptr;
+  if (step.quantized) return norms ? run<R, true, true>(step) : run<R, true, false>(step);
+  return norms ? run<R, false, true>(step) : run<R, false, false>(step);
+}
+
+void step(const Step& step) {
+  switch (step.rule) {
+    case Rule::adamw: return run_rule<Rule::adamw>(step);
+    case Rule::momentum: return run_rule<Rule::momentum>(step);
+    case Rule::lion: return run_rule<Rule::lion>(step);
+    case Rule::rms: return run_rule<Rule::rms>(step);
+    case Rule::ademamix: return run_rule<Rule::ademamix>(step);
+  }
+}
+
+void gradient_norms(const Step& step) {
+  constexpr int64_t unit = 1024;
+  const Tasks tasks(step, unit, false);
+  double* partial = (double*)malloc(tasks.count * 3 * sizeof(double));
+  parallel(tasks.count, step.threads, [&](int64_t index, int) {
+    const Task task = tasks.list[index];
+    const StepTensor& x = step.tensors[task.tensor];
+    float scratch[unit];
+    double total = 0;
+    for (int64_t start = task.start; start < task.end; start += unit) {
+      const int64_t count = task.end - start < unit ? task.end - start : unit;
+      const float* g = read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, scratch);
+      vf sums{};
+      int64_t k = 0;
+      for (; k + W <= count; k += W) sums += load(g + k) * load(g + k);
+      if (k < count) {
+        vf last = load_lanes<false>(g + k, (int)(count - k));
+        sums += last * last;
+      }
+      total += sum(sums);
+    }
+    const double row[3] = {total, 0, 0};
+    memcpy(partial + 3 * index, row, sizeof row);
+  });
+  gather(tasks, partial, step);
+  free(partial);
+}
+
+void traffic(const Step& step) {
+  const Tasks tasks(step, 1024, false);
+  parallel(tasks.count, step.threads, [&](int64_t index, int) {
+    const Task task = tasks.list[index];
+    const StepTensor& x = step.tensors[task.tensor];
+    float *p = (float*)x.param, *wide[2] = {(float*)x.state[0], (float*)x.state[1]};
+    const float* g = (const float*)x.grad;
+    uint8_t* narrow[2] = {(uint8_t*)x.state[0], (uint8_t*)x.state[1]};
+    int64_t k = task.start;
+    for (; k + W <= task.end; k += W) {
+      store(p + k, load(p + k) - load(g + k));
+      for (int i = 0; i < 2; i++)
+        if (step.quantized) store(narrow[i] + k, load<vb>(narrow[i] + k) ^ 1);
+        else store(wide[i] + k, -load(wide[i] + k));
+    }
+  });
+}
+
+}  // namespace trimtab::TRIMTAB_LEVEL

@@ -1,0 +1,435 @@
+"""The fused optimizer step: decode the state, update in float32, write the parameter, encode. One pass over memory.
+
+    codes, absmax --decode--> m, v --rule(g)--> p, m, v --encode--> codes, absmax       (block by block, in cache)
+
+One skeleton serves every rule, and 8-bit and 32-bit state alike. Everything that depends on the hyper-parameters or
+on the step number is worked out beforehand, in float64, as one row of `SCALARS` per tensor (step_rules.py): so the
+kernels hold only arithmetic, and every twin does the same.
+
+What holds in every rule:
+- The parameter moves by the fresh float32 moments, not by the requantized ones.
+- A positive second moment is never stored as zero: a vanished v under a surviving m would make the update explode.
+- A tensor whose row holds a non-finite number is skipped: parameters and state stay as they are, bit for bit. That
+  is how a caller drops one tensor's bad gradient (`gradient_norms` finds it).
+- Otherwise a non-finite gradient spreads as in PyTorch: its element of the parameter becomes NaN, and so does its
+  block of 8-bit state. Nothing hides it.
+
+Twins: step.cpp (CPU), step_triton.py (GPU).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.ops import backends
+from trimtab.ops.blockwise import count_blocks, dequantize_reference, quantize_reference
+from trimtab.ops.checks import (
+    FLOATS,
+    check_block,
+    check_codebook,
+    check_disjoint,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from trimtab.ops.codebook import load_codebook
+
+SCALARS = (
+    "grad_scale",  # g <- grad_scale * gradient
+    "coupled",  # g <- g + coupled * p          (weight decay through the gradient)
+    "decay",  # p <- decay * p                (decoupled weight decay)
+    "lr",  # p <- p - lr * update
+    "beta1",  # m <- beta1 * m + gain1 * g
+    "gain1",
+    "beta2",  # v <- beta2 * v + gain2 * g^2
+    "gain2",
+    "beta3",  # slow <- beta3 * slow + gain3 * g
+    "gain3",
+    "debias",  # multiplies sqrt(v)
+    "eps",
+    "mix_m",  # how much of m, and of g (or the slow average), the update is made of
+    "mix_g",
+)
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G = range(len(SCALARS))
+
+Row = list[float]
+Moments = tuple[Tensor, ...]
+
+
+def fused_step(
+    rule: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    scalars: Tensor,
+    *,
+    absmax: Sequence[Sequence[Tensor]] | None = None,
+    block: int = 256,
+    signed: Tensor | None = None,
+    unsigned: Tensor | None = None,
+) -> None:
+    """Update every parameter and its state in place, in one call.
+
+    `states` and `absmax` hold one list per state of the rule (see `RULES`), each with one tensor per parameter:
+    uint8 codes with one absmax per block, or, when `absmax` is None, float32 moments. `scalars` is [tensors, 14].
+    """
+    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned)
+    if params:
+        _step(*arguments)
+
+
+def step_norms(
+    rule: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    scalars: Tensor,
+    *,
+    absmax: Sequence[Sequence[Tensor]] | None = None,
+    block: int = 256,
+    signed: Tensor | None = None,
+    unsigned: Tensor | None = None,
+) -> Tensor:
+    """What a `fused_step` with these rows would do, without doing it: the first pass of StableAdamW, LAMB and LARS.
+
+    Returns float32 [tensors, 3]: the sum of p^2, the sum of (change of p)^2, and the sum of g^2 / max(v, eps^2) with
+    the new v (zero for rules without one). Sums, not means, so that shards can be added up.
+    """
+    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned)
+    return _norms(*arguments) if params else scalars.new_zeros(0, 3)
+
+
+def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each gradient, float32 [tensors], in one pass. Not finite where the gradient is not."""
+    for i, g in enumerate(grads):
+        check_tensor(f"grads[{i}]", g, dtypes=FLOATS)
+    if not grads:
+        return torch.zeros(0)
+    return _gradient_norms(list(grads))
+
+
+# --- The rules, as equations on one float32 tensor. `r` is its row of SCALARS. Every kernel does these operations in
+# this order, each rounded once, so that the codes agree exactly.
+
+
+def _root(v: Tensor) -> Tensor:
+    # PyTorch may hand a float32 square root to a library that misses the last bit; rounding the float64 one does not.
+    return v.double().sqrt().float()
+
+
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    m = r[BETA1] * m + r[GAIN1] * g
+    v = r[BETA2] * v + r[GAIN2] * (g * g)
+    return m / (_root(v) * r[DEBIAS] + r[EPS]), (m, v)
+
+
+def _momentum(p: Tensor, g: Tensor, m: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    m = r[BETA1] * m + r[GAIN1] * g
+    return r[MIX_M] * m + r[MIX_G] * g, (m,)
+
+
+def _lion(p: Tensor, g: Tensor, m: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    update = (r[MIX_M] * m + r[MIX_G] * g).sign()
+    return update, (r[BETA1] * m + r[GAIN1] * g,)
+
+
+def _rms(p: Tensor, g: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    v = r[BETA2] * v + r[GAIN2] * (g * g)
+    return g / (_root(v) * r[DEBIAS] + r[EPS]), (v,)
+
+
+def _ademamix(p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    m = r[BETA1] * m + r[GAIN1] * g
+    slow = r[BETA3] * slow + r[GAIN3] * g
+    v = r[BETA2] * v + r[GAIN2] * (g * g)
+    return (r[MIX_M] * m + r[MIX_G] * slow) / (_root(v) * r[DEBIAS] + r[EPS]), (m, slow, v)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which states a rule keeps (True: signed), and its update."""
+
+    signed: tuple[bool, ...]
+    update: Callable[..., tuple[Tensor, Moments]]
+
+
+RULES = {
+    "adamw": Rule((True, False), _adamw),
+    "momentum": Rule((True,), _momentum),
+    "lion": Rule((True,), _lion),
+    "rms": Rule((False,), _rms),
+    "ademamix": Rule((True, True, False), _ademamix),
+}
+
+
+# --- Reference
+
+
+def step_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> None:
+    """The definition, one tensor after the other. `states` and `absmax` are flat: all of the first state, then the next."""
+    for i, row in enumerate(_rows(scalars)):
+        if row is None:
+            continue
+        stored = [s[i :: len(params)] for s in (states, absmax)]
+        p, update, moments, _ = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
+        params[i].copy_(row[DECAY] * p - row[LR] * update)
+        for k, moment in enumerate(moments):
+            if not absmax:
+                stored[0][k].copy_(moment)
+                continue
+            is_signed = RULES[rule].signed[k]
+            codes, scale = quantize_reference(moment, signed if is_signed else unsigned, block)
+            if not is_signed:
+                codes = torch.where((moment > 0) & (codes == 0) & ~_broken(scale, moment, block), 1, codes)
+            stored[0][k].copy_(codes)
+            stored[1][k].copy_(scale)
+
+
+def norms_reference(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> Tensor:
+    """The definition of `step_norms`, with sums in float64."""
+    result = scalars.new_zeros(len(params), 3)
+    for i, row in enumerate(scalars.tolist()):
+        stored = [s[i :: len(params)] for s in (states, absmax)]
+        p, update, moments, g = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
+        change = (row[DECAY] - 1.0) * p - row[LR] * update
+        result[i, 0] = p.double().square().sum()
+        result[i, 1] = change.double().square().sum()
+        if not RULES[rule].signed[-1]:
+            floor = torch.tensor(row[EPS]).square()
+            result[i, 2] = (g * g / moments[-1].clamp(min=floor)).double().sum()
+    return result
+
+
+def gradient_norms_reference(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack([g.double().square().sum().float() for g in grads])
+
+
+def _apply(
+    rule: str,
+    param: Tensor,
+    grad: Tensor,
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    row: Row,
+    signed: Tensor,
+    unsigned: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor, Moments, Tensor]:
+    """Decode and apply the rule: the old parameter, the update, the new moments and the gradient, all in float32."""
+    p, g = param.float(), grad.float() * row[GRAD_SCALE]
+    if row[COUPLED] != 0:
+        g = g + row[COUPLED] * p
+    moments = states
+    if absmax:
+        books = [signed if s else unsigned for s in RULES[rule].signed]
+        moments = [
+            dequantize_reference(c, a, book, block, torch.float32)
+            for c, a, book in zip(states, absmax, books, strict=True)
+        ]
+    update, moments = RULES[rule].update(p, g, *moments, row)
+    return p, update, moments, g
+
+
+def _rows(scalars: Tensor) -> list[Row | None]:
+    """One list of floats per tensor, or None where it is to be skipped."""
+    keep = scalars.isfinite().all(dim=1).tolist()
+    return [row if k else None for row, k in zip(scalars.tolist(), keep, strict=True)]
+
+
+def _broken(scale: Tensor, moment: Tensor, block: int) -> Tensor:
+    """Where the block is stored as NaN, its codes mean nothing and stay as the quantizer wrote them."""
+    return scale.isnan().repeat_interleave(block)[: moment.numel()].view(moment.shape)
+
+
+# --- Checks and registration
+
+
+def _prepare(
+    rule: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    scalars: Tensor,
+    absmax: Sequence[Sequence[Tensor]] | None,
+    block: int,
+    signed: Tensor | None,
+    unsigned: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor, Tensor, str, int]:
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
+    check_block(block)
+    count, wanted = len(params), len(RULES[rule].signed)
+    lists = {"states": states} if absmax is None else {"states": states, "absmax": absmax}
+    for name, value in lists.items():
+        if len(value) != wanted or any(len(tensors) != count for tensors in value):
+            got = [len(tensors) for tensors in value]
+            raise ValueError(f"rule {rule!r} needs {name} as {wanted} lists of {count} tensors, got lists of lengths {got}")
+    if len(grads) != count:
+        raise ValueError(f"got {count} params but {len(grads)} grads; leave out parameters without a gradient")
+    check_tensor("scalars", scalars, dtypes=(torch.float32,))
+    check_shape("scalars", scalars, (count, len(SCALARS)), "a row of trimtab.ops.step.SCALARS per tensor")
+    device = params[0].device if count else torch.device("cpu")
+    signed = load_codebook(signed=True).to(device) if signed is None else signed
+    unsigned = load_codebook(signed=False).to(device) if unsigned is None else unsigned
+    check_codebook(signed)
+    check_codebook(unsigned)
+    if count:
+        check_same_device(**{"params[0]": params[0]}, scalars=scalars, signed=signed, unsigned=unsigned)
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        check_tensor(f"params[{i}]", p, dtypes=FLOATS)
+        check_tensor(f"grads[{i}]", g, dtypes=FLOATS)
+        check_shape(f"grads[{i}]", g, p.shape, f"that of params[{i}]")
+        check_same_device(**{"params[0]": params[0], f"params[{i}]": p, f"grads[{i}]": g})
+        for k in range(wanted):
+            s = states[k][i]
+            check_tensor(f"states[{k}][{i}]", s, dtypes=(torch.float32 if absmax is None else torch.uint8,))
+            check_shape(f"states[{k}][{i}]", s, p.shape, f"that of params[{i}]")
+            check_same_device(**{"params[0]": params[0], f"states[{k}][{i}]": s})
+            if absmax is not None:
+                a = absmax[k][i]
+                check_tensor(f"absmax[{k}][{i}]", a, dtypes=(torch.float32,))
+                check_shape(f"absmax[{k}][{i}]", a, (count_blocks(p.numel(), block),), f"one per block of {block}")
+                check_same_device(**{"params[0]": params[0], f"absmax[{k}][{i}]": a})
+    flat_states = [s for tensors in states for s in tensors]
+    flat_absmax = [a for tensors in absmax or () for a in tensors]
+    named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax}
+    check_disjoint(**{f"{name}[{i}]": x for name, tensors in named.items() for i, x in enumerate(tensors)})
+    return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, block
+
+
+_step = torch.library.custom_op("trimtab::fused_step", mutates_args=("params", "states", "absmax"))(step_reference)
+_norms = torch.library.custom_op("trimtab::step_norms", mutates_args=())(norms_reference)
+_gradient_norms = torch.library.custom_op("trimtab::gradient_norms", mutates_args=())(gradient_norms_reference)
+
+
+@_norms.register_fake
+def _(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> Tensor:
+    return scalars.new_empty(len(params), 3)
+
+
+@_gradient_norms.register_fake
+def _(grads: Sequence[Tensor]) -> Tensor:
+    return grads[0].new_empty(len(grads), dtype=torch.float32)
+
+
+# --- Twins
+
+
+def step_native(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> None:
+    _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, norms=False)
+
+
+def norms_native(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> Tensor:
+    sums = _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, norms=True)
+    return torch.tensor(sums, dtype=torch.float32).view(-1, 3)
+
+
+def gradient_norms_native(grads: Sequence[Tensor]) -> Tensor:
+    assert backends.native is not None
+    sums = backends.native.gradient_norms(
+        backends.addresses(grads), [g.numel() for g in grads], _dtype_codes(grads), torch.get_num_threads()
+    )
+    return torch.tensor(sums, dtype=torch.float32)
+
+
+def _call_native(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+    *,
+    norms: bool,
+) -> list[float]:
+    assert backends.native is not None
+    return backends.native.step(
+        list(RULES).index(rule),
+        backends.addresses(params),
+        backends.addresses(grads),
+        backends.addresses(states),
+        backends.addresses(absmax),
+        [p.numel() for p in params],
+        _dtype_codes(params),
+        _dtype_codes(grads),
+        scalars.data_ptr(),
+        block,
+        signed.data_ptr(),
+        signed.numel(),
+        unsigned.data_ptr(),
+        unsigned.numel(),
+        norms,
+        torch.get_num_threads(),
+    )
+
+
+def _dtype_codes(tensors: Sequence[Tensor]) -> list[int]:
+    return [backends.DTYPE_CODES[x.dtype] for x in tensors]
+
+
+if backends.native is not None:
+    _step.register_kernel("cpu")(step_native)
+    _norms.register_kernel("cpu")(norms_native)
+    _gradient_norms.register_kernel("cpu")(gradient_norms_native)
+
+if backends.triton_missing is None:
+    from trimtab.ops import step_triton
+
+    _step.register_kernel("cuda")(step_triton.step)
+    _norms.register_kernel("cuda")(step_triton.norms)
+    _gradient_norms.register_kernel("cuda")(step_triton.gradient_norms)

@@ -1,0 +1,243 @@
+"""From hyper-parameters and step numbers to the rows of numbers that `fused_step` works with.
+
+Each function is one optimizer: its equations stand in its docstring, its scalars are worked out in float64 for all
+tensors at once, and the result is rounded to float32 once. `steps` is a vector with one step number per tensor,
+starting at 1. Every number may be a float or a tensor that broadcasts against `steps`, so nothing waits for a device.
+
+`grad_scale` multiplies the gradient first (a loss scale, a clip, -1 to maximize); a NaN there skips the tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from trimtab.ops.step import SCALARS
+
+Number = float | Tensor
+
+# Neutral: the gradient as it is, no decay, nothing remembered.
+_DEFAULTS: dict[str, float] = {name: 0.0 for name in SCALARS} | {"grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
+
+
+def rows(steps: Tensor, **columns: Number) -> Tensor:
+    """Stack named columns into float32 [tensors, len(SCALARS)]; a column left out is neutral."""
+    unknown = columns.keys() - _DEFAULTS.keys()
+    if unknown:
+        raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
+    full = _DEFAULTS | columns
+    like = {"dtype": torch.float64, "device": steps.device}
+    values = [torch.as_tensor(full[name], **like).expand(steps.shape) for name in SCALARS]
+    return torch.stack(values, dim=1).float()
+
+
+def adamw(
+    steps: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+) -> Tensor:
+    """Rule "adamw": p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), with m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)."""
+    t = steps.double()
+    beta1, beta2 = betas
+    return rows(
+        steps,
+        grad_scale=grad_scale,
+        decay=1 - lr * weight_decay,
+        lr=lr / (1 - beta1**t),
+        beta1=beta1,
+        gain1=1 - beta1,
+        beta2=beta2,
+        gain2=1 - beta2,
+        debias=(1 - beta2**t) ** -0.5,
+        eps=eps,
+    )
+
+
+def stable_adamw(
+    steps: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.99),
+    eps: float = 1e-6,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+    rms: Number = 0.0,
+    clip: float = 1.0,
+    decay_clipped: bool = False,
+) -> Tensor:
+    """Rule "adamw" with debiased betas, its step shortened to lr / max(1, rms / clip).
+
+    `rms` is `rms_from_norms` of a first pass with the same call (rms left out). The stored moments are the debiased
+    ones. Weight decay follows the full lr, as in the authors' code; `decay_clipped` follows the shortened one, as
+    in the paper.
+    """
+    t = steps.double()
+    beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in betas)
+    shortened = lr / torch.clamp(torch.as_tensor(rms, dtype=torch.float64, device=t.device) / clip, min=1)
+    return rows(
+        steps,
+        grad_scale=grad_scale,
+        decay=1 - (shortened if decay_clipped else lr) * weight_decay,
+        lr=shortened,
+        beta1=beta1,
+        gain1=1 - beta1,
+        beta2=beta2,
+        gain2=1 - beta2,
+        eps=eps,
+    )
+
+
+def rms_from_norms(norms: Tensor, numels: Tensor) -> Tensor:
+    """RMS_t of each tensor: near 1 while v tracks g², above it when v is out of date. 0 for an empty tensor."""
+    return (norms[:, 2].double() / numels.clamp(min=1)).sqrt()
+
+
+def lamb(
+    steps: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+    trust: Number = 1.0,
+) -> Tensor:
+    """Rule "adamw" with both the step and the decay multiplied by `trust`: p <- p - lr trust (m̂ / (√v̂ + eps) + wd p).
+
+    `trust` is `trust_from_norms` of a first pass with lr = 1 and trust left out.
+    """
+    trusted = lr * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
+    return adamw(steps, lr=trusted, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+
+
+def lars(
+    steps: Tensor,
+    *,
+    lr: Number,
+    momentum: float = 0.9,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+    trust: Number = 1.0,
+) -> Tensor:
+    """Rule "momentum" with the step multiplied by `trust`, from `trust_from_norms` of a first pass with lr = 1."""
+    trusted = lr * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
+    return sgd(steps, lr=trusted, momentum=momentum, weight_decay=weight_decay, grad_scale=grad_scale)
+
+
+def trust_from_norms(norms: Tensor, *, bound: float | None = None) -> Tensor:
+    """‖p‖ / ‖update‖ per tensor, 1 where either is zero; with `bound`, min(1, bound ‖p‖ / ‖update‖)."""
+    weight, update = norms[:, 0].double().sqrt(), norms[:, 1].double().sqrt()
+    ratio = weight / update if bound is None else (bound * weight / update).clamp(max=1)
+    return torch.where((weight == 0) | (update == 0), 1.0, ratio)
+
+
+def sgd(
+    steps: Tensor,
+    *,
+    lr: Number,
+    momentum: float = 0.9,
+    dampening: float = 0.0,
+    weight_decay: Number = 0.0,
+    nesterov: bool = False,
+    grad_scale: Number = 1.0,
+) -> Tensor:
+    """Rule "momentum": m <- momentum m + (1 - dampening) g, but m = g at the first step; p <- p - lr m.
+
+    With nesterov the update is g + momentum m.
+    """
+    first = steps == 1
+    return rows(
+        steps,
+        grad_scale=grad_scale,
+        coupled=weight_decay,
+        lr=lr,
+        beta1=torch.where(first, 0.0, momentum),
+        gain1=torch.where(first, 1.0, 1 - dampening),
+        mix_m=momentum if nesterov else 1.0,
+        mix_g=1.0 if nesterov else 0.0,
+    )
+
+
+def lion(
+    steps: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+) -> Tensor:
+    """Rule "lion": p <- p (1 - lr wd) - lr sign(β1 m + (1 - β1) g), then m <- β2 m + (1 - β2) g."""
+    beta1, beta2 = betas
+    return rows(
+        steps,
+        grad_scale=grad_scale,
+        decay=1 - lr * weight_decay,
+        lr=lr,
+        mix_m=beta1,
+        mix_g=1 - beta1,
+        beta1=beta2,
+        gain1=1 - beta2,
+    )
+
+
+def rmsprop(
+    steps: Tensor,
+    *,
+    lr: Number,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+) -> Tensor:
+    """Rule "rms": v <- α v + (1 - α) g²; p <- p - lr g / (√v + eps)."""
+    return rows(steps, grad_scale=grad_scale, coupled=weight_decay, lr=lr, beta2=alpha, gain2=1 - alpha, eps=eps)
+
+
+def adagrad(
+    steps: Tensor,
+    *,
+    lr: Number,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+) -> Tensor:
+    """Rule "rms": v <- v + g²; p <- p - lr / (1 + (t - 1) lr_decay) · g / (√v + eps)."""
+    lr = lr / (1 + (steps.double() - 1) * lr_decay)
+    return rows(steps, grad_scale=grad_scale, coupled=weight_decay, lr=lr, beta2=1.0, gain2=1.0, eps=eps)
+
+
+def ademamix(
+    steps: Tensor,
+    *,
+    lr: Number,
+    betas: tuple[Number, Number, Number] = (0.9, 0.999, 0.9999),
+    alpha: Number = 5.0,
+    eps: float = 1e-8,
+    weight_decay: Number = 0.0,
+    grad_scale: Number = 1.0,
+) -> Tensor:
+    """Rule "ademamix": p <- p (1 - lr wd) - lr (m̂ + α slow) / (√v̂ + eps); slow <- β3 slow + (1 - β3) g, not debiased.
+
+    Schedules of α and β3 are the caller's: pass their value at this step.
+    """
+    t = steps.double()
+    beta1, beta2, beta3 = betas
+    return rows(
+        steps,
+        grad_scale=grad_scale,
+        decay=1 - lr * weight_decay,
+        lr=lr,
+        beta1=beta1,
+        gain1=1 - beta1,
+        beta2=beta2,
+        gain2=1 - beta2,
+        beta3=beta3,
+        gain3=1 - beta3,
+        debias=(1 - beta2**t) ** -0.5,
+        eps=eps,
+        mix_m=1 / (1 - beta1**t),
+        mix_g=alpha,
+    )

@@ -1,0 +1,444 @@
+"""The fused optimizer step on the GPU: the Triton twin of step.py, many tensors in one launch.
+
+A table on the device has one line per tensor (the addresses of its parameter, gradient, states and scales, its size,
+its first program), and `owner` says which line a program works for.
+
+    program --owner--> line of the table --addresses--> p, g, codes, absmax --rule--> p, codes, absmax
+
+A program takes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is worked out twice:
+once to find its new absmax, once to write. Tensors share a launch when they share dtypes and alignment.
+
+Parameters, moments, codes and scales equal the reference to the last bit. The sums of the norms do not: a program adds
+in float32, and the programs' results are added in float64, always in the same order.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trimtab.ops.blockwise_triton import (
+    BOOK,
+    INFINITY_BITS,
+    boundaries,
+    launch,
+    magnitude_bits,
+    narrow,
+    nearest,
+    stored_absmax,
+    tile_shape,
+    to_unit,
+)
+from trimtab.ops.step import RULES, SCALARS
+
+UNIT = 1024  # float32 state has no blocks; this many values of it stand for one
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# The columns of the table. Up to three states: m, the slow m, v.
+PARAM, GRAD, STATE, SCALE, COUNT, FIRST, PROGRAMS, ROW, COLUMNS = map(tl.constexpr, (0, 1, 2, 5, 8, 9, 10, 11, 12))
+# The columns of `scalars`.
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G = map(
+    tl.constexpr, range(len(SCALARS))
+)
+WIDTH = tl.constexpr(len(SCALARS))
+
+
+def step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> None:
+    books = _books(signed, unsigned)
+    for group in _groups(params, grads, states, absmax, block, rule):
+        group.run(_step_kernel, scalars, books)
+
+
+def norms(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    signed: Tensor,
+    unsigned: Tensor,
+    rule: str,
+    block: int,
+) -> Tensor:
+    books, result = _books(signed, unsigned), scalars.new_zeros(len(params), 3)
+    for group in _groups(params, grads, states, absmax, block, rule):
+        sums = scalars.new_empty(3, group.owner.numel())
+        group.run(_norms_kernel, scalars, books, sums)
+        result[group.members] = group.add_up(sums).T
+    return result
+
+
+def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
+    result = grads[0].new_zeros(len(grads), dtype=torch.float32)
+    for group in _groups(grads, grads):
+        sums = result.new_empty(1, group.owner.numel())
+        group.run(_gradient_norms_kernel, sums)
+        result[group.members] = group.add_up(sums)[0]
+    return result
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors that share dtypes and alignment: their indices, their table, and whom each program works for."""
+
+    members: list[int]
+    table: Tensor
+    owner: Tensor
+    block: int
+    constants: dict[str, Any]
+
+    def run(self, kernel: Any, *arguments: Tensor) -> None:
+        launch(kernel, (self.owner.numel(),), self.table, self.owner, *arguments, self.block, **self.constants)
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """From one column per program to one per tensor: in float64, without atomics."""
+        lengths = self.table[:, PROGRAMS.value].repeat(len(sums))
+        totals = torch.segment_reduce(sums.double().flatten(), "sum", lengths=lengths, unsafe=True, initial=0)
+        return totals.view(len(sums), -1).float()
+
+
+def _groups(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Tensor] = (),
+    absmax: Sequence[Tensor] = (),
+    block: int = UNIT,
+    rule: str = "",
+) -> Iterator[_Group]:
+    block = block if absmax else UNIT
+    rows, tile = tile_shape(block)
+    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+        aligned = all(x.data_ptr() % 16 == 0 for x in (p, g, *states[i :: len(params)])) and p.numel() % 16 == 0
+        alike.setdefault((p.dtype, g.dtype, aligned), []).append(i)
+    for (p_dtype, g_dtype, aligned), members in alike.items():
+        programs = [triton.cdiv(params[i].numel(), rows * block) for i in members]
+        lines = []
+        for i, count, first in zip(members, programs, accumulate(programs, initial=0), strict=False):
+            line = [params[i].data_ptr(), grads[i].data_ptr(), *6 * [0], params[i].numel(), first, count, i]
+            for column, stored in ((STATE, states), (SCALE, absmax)):
+                for k, x in enumerate(stored[i :: len(params)]):
+                    line[column.value + _place(k, rule)] = x.data_ptr()
+            lines.append(line)
+        if sum(programs) == 0:
+            continue
+        table = torch.tensor(lines, dtype=torch.int64).to(params[0].device, non_blocking=True)
+        # Spread out on the device: a large model has a million programs, and this map need not cross the bus.
+        owner = torch.arange(len(members), device=table.device).repeat_interleave(
+            table[:, PROGRAMS.value], output_size=sum(programs)
+        )
+        constants = {"G_TYPE": TYPES[g_dtype], "ALIGNED": aligned, "MANY": block > tile, "ROWS": rows, "TILE": tile}
+        if rule:
+            keeps = sum(1 << _place(k, rule) for k in range(len(RULES[rule].signed)))
+            constants |= {"P_TYPE": TYPES[p_dtype], "RULE": rule, "KEEPS": keeps, "QUANTIZED": len(absmax) > 0}
+        yield _Group(members, table, owner, block, constants)
+
+
+def _place(k: int, rule: str) -> int:
+    """Where the table has the rule's state k: m comes first, then the slow m, then v."""
+    return k if RULES[rule].signed[k] else 2
+
+
+def _books(signed: Tensor, unsigned: Tensor) -> Tensor:
+    """[4, BOOK]: the signed values and their boundaries, then the unsigned ones."""
+    books = ((pad(book, (0, BOOK.value - book.numel())), boundaries(book)) for book in (signed, unsigned))
+    return torch.stack([row for pair in books for row in pair])
+
+
+# --- The rules: the equations of step.py, operation by operation. `row_ptr` is the tensor's row of scalars.
+
+
+@triton.jit
+def _mix(row_ptr, A: tl.constexpr, a, B: tl.constexpr, b):
+    return tl.load(row_ptr + A) * a + tl.load(row_ptr + B) * b
+
+
+@triton.jit
+def _denominator(row_ptr, v):
+    return tl.sqrt_rn(v) * tl.load(row_ptr + DEBIAS) + tl.load(row_ptr + EPS)
+
+
+@triton.jit
+def _adamw(row_ptr, g, m, slow, v):
+    m = _mix(row_ptr, BETA1, m, GAIN1, g)
+    v = _mix(row_ptr, BETA2, v, GAIN2, g * g)
+    return tl.div_rn(m, _denominator(row_ptr, v)), (m, slow, v)
+
+
+@triton.jit
+def _momentum(row_ptr, g, m, slow, v):
+    m = _mix(row_ptr, BETA1, m, GAIN1, g)
+    return _mix(row_ptr, MIX_M, m, MIX_G, g), (m, slow, v)
+
+
+@triton.jit
+def _lion(row_ptr, g, m, slow, v):
+    c = _mix(row_ptr, MIX_M, m, MIX_G, g)
+    update = tl.where(c > 0, 1.0, tl.where(c < 0, -1.0, c))  # the sign of NaN is NaN
+    return update, (_mix(row_ptr, BETA1, m, GAIN1, g), slow, v)
+
+
+@triton.jit
+def _rms(row_ptr, g, m, slow, v):
+    v = _mix(row_ptr, BETA2, v, GAIN2, g * g)
+    return tl.div_rn(g, _denominator(row_ptr, v)), (m, slow, v)
+
+
+@triton.jit
+def _ademamix(row_ptr, g, m, slow, v):
+    m = _mix(row_ptr, BETA1, m, GAIN1, g)
+    slow = _mix(row_ptr, BETA3, slow, GAIN3, g)
+    v = _mix(row_ptr, BETA2, v, GAIN2, g * g)
+    return tl.div_rn(_mix(row_ptr, MIX_M, m, MIX_G, slow), _denominator(row_ptr, v)), (m, slow, v)
+
+
+# --- The skeleton. Bit K of KEEPS: the rule has state K (0 m, 1 the slow m, 2 v). `at` is what a program works on.
+
+
+@triton.jit
+def _locate(table_ptr, owner_ptr, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
+    """This program's line of the table, the size of that tensor, and which of its blocks to work on."""
+    program = tl.program_id(0)
+    line_ptr = table_ptr + tl.load(owner_ptr + program) * COLUMNS
+    blocks = (program - tl.load(line_ptr + FIRST)) * ROWS + tl.arange(0, ROWS)
+    count = tl.load(line_ptr + COUNT)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    return line_ptr, count, blocks[:, None]
+
+
+@triton.jit
+def _pointer(line_ptr, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(line_ptr + COLUMN).to(tl.pointer_type(TYPE))
+    if ALIGNED:  # lets the compiler read and write 16 bytes at a time
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _cells(at, start, TILE: tl.constexpr):
+    """The values [start, start + TILE) of each block: their offsets in the tensor, and which of them exist."""
+    _, _, _, blocks, block, count = at
+    columns = start + tl.arange(0, TILE)[None, :]
+    offsets = blocks * block + columns
+    return offsets, (columns < block) & (offsets < count)
+
+
+@triton.jit
+def _read(at, K: tl.constexpr, offsets, mask, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr, ALIGNED: tl.constexpr):
+    line_ptr, _, books_ptr, blocks, block, count = at
+    if (KEEPS >> K) & 1 == 0:
+        return tl.zeros(offsets.shape, tl.float32)
+    elif QUANTIZED:
+        codes = tl.load(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, mask=mask, other=0)
+        scale_ptr = _pointer(line_ptr, SCALE + K, tl.float32, False) + blocks
+        scale = tl.load(scale_ptr, mask=blocks * block < count, other=0.0)
+        return tl.load(books_ptr + K // 2 * 2 * BOOK + codes.to(tl.int32), mask=mask, other=0.0) * scale
+    else:
+        return tl.load(_pointer(line_ptr, STATE + K, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _advance(
+    at,
+    start,
+    P_TYPE: tl.constexpr,
+    G_TYPE: tl.constexpr,
+    RULE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Decode a tile and apply the rule: the old parameter, the gradient, the update and the new moments."""
+    line_ptr, row_ptr, _, _, _, _ = at
+    offsets, mask = _cells(at, start, TILE)
+    p = tl.load(_pointer(line_ptr, PARAM, P_TYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(_pointer(line_ptr, GRAD, G_TYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
+    g = g * tl.load(row_ptr + GRAD_SCALE)
+    coupled = tl.load(row_ptr + COUPLED)
+    g = tl.where(coupled != 0, g + coupled * p, g)
+    m = _read(at, 0, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
+    slow = _read(at, 1, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
+    v = _read(at, 2, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
+    if RULE == "adamw":
+        update, moments = _adamw(row_ptr, g, m, slow, v)
+    elif RULE == "momentum":
+        update, moments = _momentum(row_ptr, g, m, slow, v)
+    elif RULE == "lion":
+        update, moments = _lion(row_ptr, g, m, slow, v)
+    elif RULE == "rms":
+        update, moments = _rms(row_ptr, g, m, slow, v)
+    else:
+        update, moments = _ademamix(row_ptr, g, m, slow, v)
+    return p, g, update, moments
+
+
+@triton.jit
+def _write(
+    at,
+    start,
+    p,
+    update,
+    moments,
+    bits,
+    P_TYPE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Move the parameter and store the moments of a tile; `bits` is each block's new absmax."""
+    line_ptr, row_ptr, books_ptr, _, _, _ = at
+    offsets, mask = _cells(at, start, TILE)
+    p = tl.load(row_ptr + DECAY) * p - tl.load(row_ptr + LR) * update
+    tl.store(_pointer(line_ptr, PARAM, P_TYPE, ALIGNED) + offsets, narrow(p, P_TYPE), mask=mask)
+    for K in tl.static_range(3):
+        if (KEEPS >> K) & 1:
+            if QUANTIZED:
+                codes = nearest(to_unit(moments[K], bits[K]), books_ptr + (K // 2 * 2 + 1) * BOOK)
+                if K == 2:  # a positive second moment is never stored as zero
+                    codes = tl.where((moments[K] > 0) & (codes == 0) & (bits[K] < INFINITY_BITS), 1, codes)
+                tl.store(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, codes.to(tl.uint8), mask=mask)
+            else:
+                tl.store(_pointer(line_ptr, STATE + K, tl.float32, ALIGNED) + offsets, moments[K], mask=mask)
+
+
+@triton.jit
+def _largest(at, start, moments, TILE: tl.constexpr):
+    """The largest magnitude of each block's part of this tile, for each moment."""
+    _, mask = _cells(at, start, TILE)
+    m, slow, v = moments
+    return (
+        tl.max(magnitude_bits(m, mask), axis=1, keep_dims=True),
+        tl.max(magnitude_bits(slow, mask), axis=1, keep_dims=True),
+        tl.max(magnitude_bits(v, mask), axis=1, keep_dims=True),
+    )
+
+
+# --- Kernels
+
+
+@triton.jit
+def _step_kernel(
+    table_ptr,
+    owner_ptr,
+    scalars_ptr,
+    books_ptr,
+    block,
+    P_TYPE: tl.constexpr,
+    G_TYPE: tl.constexpr,
+    RULE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MANY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    line_ptr, count, blocks = _locate(table_ptr, owner_ptr, ALIGNED, ROWS)
+    row_ptr = scalars_ptr + tl.load(line_ptr + ROW) * WIDTH
+    columns = tl.arange(0, 16)
+    row = tl.load(row_ptr + columns, mask=columns < WIDTH, other=0.0)
+    # A tensor whose row is not finite counts as empty: nothing of it is read or written.
+    count = tl.where(tl.max(magnitude_bits(row, columns < WIDTH), axis=0) < INFINITY_BITS, count, 0)
+    at = (line_ptr, row_ptr, books_ptr, blocks, block, count)
+
+    p, _, update, moments = _advance(at, 0, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+    bits = _largest(at, 0, moments, TILE)
+    if QUANTIZED and MANY:
+        for start in range(TILE, tl.minimum(tl.cast(block, tl.int64), count), TILE):
+            _, _, _, later = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+            more = _largest(at, start, later, TILE)
+            bits = (tl.maximum(bits[0], more[0]), tl.maximum(bits[1], more[1]), tl.maximum(bits[2], more[2]))
+    _write(at, 0, p, update, moments, bits, P_TYPE, KEEPS, QUANTIZED, ALIGNED, TILE)
+    if MANY:
+        for start in range(TILE, tl.minimum(tl.cast(block, tl.int64), count), TILE):
+            p, _, update, moments = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+            _write(at, start, p, update, moments, bits, P_TYPE, KEEPS, QUANTIZED, ALIGNED, TILE)
+    if QUANTIZED:
+        tl.debug_barrier()  # several warps may share a block: none of them may still have to read its old scale
+        for K in tl.static_range(3):
+            if (KEEPS >> K) & 1:
+                scale_ptr = _pointer(line_ptr, SCALE + K, tl.float32, False) + blocks
+                tl.store(scale_ptr, stored_absmax(bits[K]), mask=blocks * block < count)
+
+
+@triton.jit
+def _norms_kernel(
+    table_ptr,
+    owner_ptr,
+    scalars_ptr,
+    books_ptr,
+    sums_ptr,
+    block,
+    P_TYPE: tl.constexpr,
+    G_TYPE: tl.constexpr,
+    RULE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MANY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    line_ptr, count, blocks = _locate(table_ptr, owner_ptr, ALIGNED, ROWS)
+    row_ptr = scalars_ptr + tl.load(line_ptr + ROW) * WIDTH
+    at = (line_ptr, row_ptr, books_ptr, blocks, block, count)
+    floor = tl.load(row_ptr + EPS) * tl.load(row_ptr + EPS)
+    squares = tl.zeros((ROWS, TILE), tl.float32)
+    changes = tl.zeros((ROWS, TILE), tl.float32)
+    ratios = tl.zeros((ROWS, TILE), tl.float32)
+    for start in range(0, tl.minimum(tl.cast(block, tl.int64), count) if MANY else TILE, TILE):
+        p, g, update, moments = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+        _, mask = _cells(at, start, TILE)
+        change = (tl.load(row_ptr + DECAY) - 1.0) * p - tl.load(row_ptr + LR) * update
+        squares += p * p
+        changes += tl.where(mask, change * change, 0.0)
+        if KEEPS & 4:
+            v = moments[2]
+            ratios += tl.where(mask, tl.div_rn(g * g, tl.where(v < floor, floor, v)), 0.0)
+    out_ptr = sums_ptr + tl.program_id(0)
+    tl.store(out_ptr, tl.sum(squares))
+    tl.store(out_ptr + tl.num_programs(0), tl.sum(changes))
+    tl.store(out_ptr + 2 * tl.num_programs(0), tl.sum(ratios))
+
+
+@triton.jit
+def _gradient_norms_kernel(
+    table_ptr,
+    owner_ptr,
+    sums_ptr,
+    block,
+    G_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MANY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    line_ptr, count, blocks = _locate(table_ptr, owner_ptr, ALIGNED, ROWS)
+    at = (line_ptr, line_ptr, line_ptr, blocks, block, count)
+    squares = tl.zeros((ROWS, TILE), tl.float32)
+    for start in range(0, tl.minimum(tl.cast(block, tl.int64), count) if MANY else TILE, TILE):
+        offsets, mask = _cells(at, start, TILE)
+        g = tl.load(_pointer(line_ptr, GRAD, G_TYPE, ALIGNED) + offsets, mask=mask, other=0.0).to(tl.float32)
+        squares += g * g
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(squares))
