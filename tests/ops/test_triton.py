@@ -227,8 +227,9 @@ def test_a_positive_second_moment_is_never_stored_as_zero() -> None:
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("rule", RULES)
 def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> None:
-    args = arguments(rule, bits=bits, block=300, sizes=[63, 0, 700], params=torch.bfloat16)
+    args = arguments(rule, bits=bits, block=300, sizes=[63, 0, 400], params=torch.bfloat16)
     args[4][0, step.LR] = math.nan  # not skipped here: the caller should see it
+    args[4][2, step.EPS] = 0  # then 0 / 0 where a tile reaches beyond the tensor
     before = copied(args)
     actual = step_triton.norms(*args)
     # A program adds a few hundred float32 numbers, which costs a few units in the last place.
@@ -297,24 +298,23 @@ def test_int8_products_cover_every_tile(monkeypatch: pytest.MonkeyPatch) -> None
 # --- Compiling, without a GPU
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_every_kernel_compiles(arch: int, tmp_path: Any) -> None:
+def test_every_kernel_compiles_for_sm_80_and_sm_90(tmp_path: Any) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, __file__, str(arch)], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["compiled", str(len(list(variants())))]
+    assert run.stdout.split() == ["compiled", str(2 * len(list(variants())))]
 
 
 def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Every kernel with every choice that changes its arithmetic. Small tiles, which compile fastest."""
     tile = {"ROWS": 1, "TILE": 128}
-    for dtype in ("fp32", "bf16", "fp16"):
-        yield blockwise_triton._quantize_kernel, {"x_ptr": f"*{dtype}", "MANY": dtype == "bf16", **tile}
-        yield blockwise_triton._dequantize_kernel, {"out_ptr": f"*{dtype}", **tile}
-        yield (
-            int8_triton._matmul_kernel,
-            {"out_ptr": f"*{dtype}", "HAS_BIAS": dtype != "fp32", "M": 64, "N": 32, "K": 64, "GROUP": 8},
-        )
+    product = {"M": 64, "N": 32, "K": 64, "GROUP": 8}
+    # Triton makes a constant of every size that is 1, which the kernel must survive.
+    ones = dict.fromkeys(("count", "block", "entries", "tiles", "rows", "columns", "inner", "a_scale", "b_scale"), 1)
+    for dtype, sizes in (("fp32", ones), ("bf16", {})):
+        yield blockwise_triton._quantize_kernel, {"x_ptr": f"*{dtype}", "MANY": dtype == "bf16", **tile, **sizes}
+        yield blockwise_triton._dequantize_kernel, {"out_ptr": f"*{dtype}", **tile, **sizes}
+        yield int8_triton._matmul_kernel, {"out_ptr": f"*{dtype}", "HAS_BIAS": dtype == "bf16", **product, **sizes}
     for walks in ((True, True), (True, False), (False, True)):
         chosen = {"MEASURE": walks[0], "ROUND": walks[1], "LANES": 16, "TILE": 64}
         yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
@@ -324,7 +324,8 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
         for quantized in (True, False):
             chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
             for kernel in (step_triton._step_kernel, step_triton._norms_kernel):
-                yield kernel, {**chosen, "ALIGNED": quantized, "MANY": quantized, **tile}
+                # Blocks longer than a tile take longest to compile, and take the same path in every rule.
+                yield kernel, {**chosen, "ALIGNED": quantized, "MANY": rule == "adamw", **tile}
 
 
 def compile_all(arch: int) -> int:
@@ -355,4 +356,4 @@ def compile_all(arch: int) -> int:
 
 
 if __name__ == "__main__":
-    print("compiled", compile_all(int(sys.argv[1])))
+    print("compiled", compile_all(80) + compile_all(90))

@@ -71,13 +71,9 @@ def dynamic_symmetric(*, exponent_bits: int = 7, bits: int = 8) -> Tensor:
 
 
 def linear(*, signed: bool = True, bits: int = 8) -> Tensor:
-    """Evenly spaced values with an exact zero."""
+    """Evenly spaced values. The signed table is that of the paper: symmetric, so it has no exact zero."""
     _check_bits(bits)
-    if not signed:
-        return torch.linspace(0.0, 1.0, 2**bits, dtype=torch.float64).float()
-    # An even count cannot be symmetric and hold zero, so zero stands twice and one code is never used.
-    steps = torch.linspace(-1.0, 1.0, 2**bits - 1, dtype=torch.float64)
-    return torch.cat([steps, steps.new_zeros(1)]).sort().values.float()
+    return torch.linspace(-1.0 if signed else 0.0, 1.0, 2**bits, dtype=torch.float64).float()
 
 
 def quantile(x: Tensor, *, bits: int = 8, offset: float = 1 / 512) -> Tensor:

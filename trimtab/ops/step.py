@@ -131,7 +131,8 @@ def _momentum(p: Tensor, g: Tensor, m: Tensor, r: Row) -> tuple[Tensor, Moments]
 
 
 def _lion(p: Tensor, g: Tensor, m: Tensor, r: Row) -> tuple[Tensor, Moments]:
-    update = (r[MIX_M] * m + r[MIX_G] * g).sign()
+    c = r[MIX_M] * m + r[MIX_G] * g
+    update = torch.where(c.isnan(), c, c.sign())  # PyTorch's sign of NaN is 0, and would hide it
     return update, (r[BETA1] * m + r[GAIN1] * g,)
 
 

@@ -1,0 +1,29 @@
+# Two commands do everything on a fresh machine with python3, make and g++: `make test` and `make lab`.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := $(wildcard trimtab/ops/*.cpp trimtab/ops/*.h) CMakeLists.txt pyproject.toml constraints.txt
+
+.PHONY: test lab bench clean
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+lab: .venv/installed
+	$(BIN)/trimtab doctor
+
+# The peers come without their dependencies: they must not choose the torch.
+bench: .venv/installed
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes
+	$(BIN)/python -m bench.ops
+
+# torch first and alone, so that nothing else can pick another one.
+.venv/installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build

@@ -1,0 +1,40 @@
+"""What the tests share: seeds, the backends and instruction sets of this machine, and exact comparison."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from trimtab.ops import backends
+
+LEVELS = backends.native.levels() if backends.native is not None else []
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once per instruction set this CPU has, and put the best one back."""
+    assert backends.native is not None
+    backends.native.set_level(request.param)
+    backends.int8_product.cache_clear()
+    yield request.param
+    backends.native.set_level(LEVELS[0])
+    backends.int8_product.cache_clear()
+
+
+def seed(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def spread(count: int, generator: torch.Generator, decades: float = 8) -> Tensor:
+    """Gaussian values whose magnitudes are spread over this many decades."""
+    return torch.randn(count, generator=generator) * 10 ** (-decades * torch.rand(count, generator=generator))
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """Bit for bit, NaN where NaN is expected."""
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    same = (got == expected) | (got.isnan() & expected.isnan()) if got.is_floating_point() else got == expected
+    wrong = (~same).nonzero()
+    assert same.all(), f"{len(wrong)} of {got.numel()} differ, first at {wrong[0].tolist()}"

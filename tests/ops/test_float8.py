@@ -1,0 +1,70 @@
+"""float8 rounding against the formats' own numbers."""
+
+import math
+
+import pytest
+import torch
+
+from tests.conftest import assert_same, seed
+from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
+
+# Largest value, bits of mantissa, smallest normal exponent, smallest subnormal.
+FORMATS = {"e4m3": (448.0, 3, -6, 2.0**-9), "e5m2": (57344.0, 2, -14, 2.0**-16)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_is_to_the_nearest_value_of_the_format(name):
+    largest, mantissa, lowest, _ = FORMATS[name]
+    x = torch.randn(4096, generator=seed(0)) * largest / 8
+    x[0] = largest  # so that the scale is 1
+    x.clamp_(-largest, largest)
+    step = 2.0 ** (x.abs().log2().floor().clamp(min=lowest) - mantissa)
+    expected = (x.double() / step.double()).round() * step
+    assert_same(round_float8_tensorwise(x, name), expected.float())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_values_are_those_of_the_standard(name):
+    largest, mantissa, lowest, smallest = FORMATS[name]
+    x = torch.tensor([largest, smallest, smallest * 0.4, 2.0**lowest, -(2.0**lowest), 1.0, 0.0])
+    expected = torch.tensor([largest, smallest, 0.0, 2.0**lowest, -(2.0**lowest), 1.0, 0.0])
+    torch.testing.assert_close(round_float8_tensorwise(x, name), expected, rtol=1e-6, atol=0)
+    # Every code of the format comes back as itself.
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()]
+    assert len(values) == 2 * {"e4m3": 127, "e5m2": 124}[name]
+    torch.testing.assert_close(round_float8_tensorwise(values, name), values, rtol=1e-6, atol=0)
+
+
+def test_rows_have_their_own_scale():
+    x = torch.randn(4, 64, generator=seed(1)) * torch.tensor([1.0, 1e-6, 1e6, 0.0])[:, None]
+    rounded = round_float8_rowwise(x, "e4m3")
+    for row, expected in zip(rounded, x, strict=True):
+        assert_same(row, round_float8_tensorwise(expected.contiguous(), "e4m3"))
+    assert ((rounded - x).abs() <= x.abs() * 2**-4 * 1.001 + x.abs().amax(1, keepdim=True) * 2**-18).all()
+
+
+def test_a_broken_row_is_nan_and_the_others_are_not():
+    x = torch.ones(3, 8, dtype=torch.bfloat16)
+    x[1, 2] = math.inf
+    rounded = round_float8_rowwise(x, "e5m2")
+    assert rounded.dtype == torch.bfloat16
+    assert rounded[1].isnan().all() and (rounded[[0, 2]] == 1).all()
+    assert round_float8_tensorwise(x, "e5m2").isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (3, 4, 5)])
+def test_any_shape_works(shape):
+    x = torch.randn(shape)
+    assert round_float8_rowwise(x, "e4m3").shape == shape
+    assert round_float8_tensorwise(x, "e4m3").shape == shape
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="unknown float8 format 'e3m4'; choose e4m3 or e5m2"):
+        round_float8_tensorwise(torch.ones(3), "e3m4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="x has no rows"):
+        round_float8_rowwise(torch.tensor(1.0), "e4m3")
+    with pytest.raises(ValueError, match="must be float32 or bfloat16 or float16, got float64"):
+        round_float8_rowwise(torch.ones(3, dtype=torch.float64), "e4m3")

@@ -1,0 +1,158 @@
+"""Is this installation well? Who serves each op here and why, and does each kernel agree with its reference.
+
+`examine()` really runs every op on a small input: a kernel that was built for another machine, or a library that
+computes something else, shows up here and not in somebody's loss curve.
+"""
+
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trimtab.ops import backends, blockwise, float8, int8, step, step_rules
+from trimtab.ops.codebook import load_codebook
+
+# The instructions the kernels have a use for.
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "i8mm")
+PACKAGES = ("trimtab", "torch", "numpy", "triton")
+
+
+@dataclass
+class Report:
+    machine: dict[str, str]
+    served: list[backends.Served]
+    missing: list[str] = field(default_factory=list)  # slower than it could be, and what to do about it
+    broken: list[str] = field(default_factory=list)  # wrong, or expected and not there
+
+
+def examine() -> Report:
+    """Look at everything and run every op once against its reference."""
+    report = Report(machine=_machine(), served=backends.served())
+    if backends.native_missing is not None:
+        has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
+        where = report.broken if has_compiler else report.missing
+        where.append(f"native CPU kernels: {backends.native_missing}")
+    if torch.cuda.is_available() and backends.triton_missing is not None:
+        report.broken.append(f"GPU kernels: {backends.triton_missing}")
+    if backends.int8_product()[0] == "reference":
+        report.missing.append(f"int8 matmul is no faster than float32 here: {backends.int8_product()[1]}")
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    for device in devices:
+        for op, check in CHECKS.items():
+            try:
+                agrees, what = check(device), "does not agree with its reference"
+            except Exception as error:  # a doctor reports what it finds, whatever it is
+                agrees, what = False, f"failed: {error}"
+            if not agrees:
+                report.broken.append(f"{op} on {device} {what}")
+    return report
+
+
+def _machine() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    flags = _cpu_flags()
+    return {
+        "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()} in PyTorch",
+        "features": ", ".join(name for name in FEATURES if name in flags) or "none that we use",
+        "kernel levels": ", ".join(backends.native.levels()) if backends.native is not None else "none",
+        "threads": str(torch.get_num_threads()),
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def _cpu_flags() -> set[str]:
+    """What Linux says of the CPU; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split(":")[1].split()}
+
+
+# --- One small check per op. 1000 values make three whole blocks and a short one.
+
+
+def _values(device: str) -> Tensor:
+    return torch.linspace(-1, 1, 1000, device=device) ** 3
+
+
+def _quantize(device: str) -> bool:
+    x, book = _values(device), load_codebook().to(device)
+    codes, absmax = blockwise.quantize_blockwise(x, book)
+    expected = blockwise.quantize_reference(x, book, 256)
+    return torch.equal(codes, expected[0]) and torch.equal(absmax, expected[1])
+
+
+def _dequantize(device: str) -> bool:
+    codes = torch.arange(1000, device=device).to(torch.uint8)
+    absmax, book = torch.linspace(0.1, 3, 4, device=device), load_codebook().to(device)
+    expected = blockwise.dequantize_reference(codes, absmax, book, 256, torch.float32)
+    return torch.equal(blockwise.dequantize_blockwise(codes, absmax, book), expected)
+
+
+def _step(device: str, *, norms: bool) -> bool:
+    """One AdamW step with 8-bit state from zero, by the op and by the reference."""
+    p, g = _values(device), _values(device).flip(0)
+    books = [load_codebook(signed=signed).to(device) for signed in (True, False)]
+    codes = [torch.full_like(p, zero, dtype=torch.uint8) for zero in (127, 0)]
+    absmax = [torch.zeros(4, device=device) for _ in codes]
+    row = step_rules.adamw(torch.ones(1, device=device), lr=0.1)
+    mine, theirs = ([x.clone() for x in (p, *codes, *absmax)] for _ in range(2))
+    expected = step.norms_reference([p], [g], codes, absmax, row, *books, "adamw", 256)
+    if norms:
+        sums = step.step_norms("adamw", [p], [g], [[c] for c in codes], row, absmax=[[a] for a in absmax])
+        return torch.allclose(sums, expected, rtol=1e-5)
+    step.fused_step("adamw", mine[:1], [g], [[c] for c in mine[1:3]], row, absmax=[[a] for a in mine[3:]])
+    step.step_reference(theirs[:1], [g], theirs[1:3], theirs[3:], row, *books, "adamw", 256)
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _gradient_norms(device: str) -> bool:
+    g = [_values(device)]
+    return torch.allclose(step.gradient_norms(g), step.gradient_norms_reference(g), rtol=1e-5)
+
+
+def _quantize_int8(device: str) -> bool:
+    x = _values(device).view(20, 50)
+    return all(
+        torch.equal(a, b)
+        for quantize, dim in ((int8.quantize_rowwise, 1), (int8.quantize_columnwise, 0))
+        for a, b in zip(quantize(x), int8.quantize_reference(x, dim), strict=True)
+    )
+
+
+def _int8_matmul(device: str) -> bool:
+    a, b = int8.quantize_rowwise(_values(device).view(20, 50)), int8.quantize_rowwise(_values(device).view(20, 50).flip(0))
+    operands = (a[0], b[0].t(), a[1], b[1])
+    expected = int8.matmul_reference(*operands, None, torch.float32)
+    return torch.allclose(int8.int8_matmul(*operands), expected, rtol=1e-6)
+
+
+def _round_float8(device: str) -> bool:
+    x = torch.tensor([448.0, 449 / 2, -1.0, 0.0], device=device)
+    return float8.round_float8_tensorwise(x, "e4m3").tolist() == [448.0, 224.0, -1.0, 0.0]
+
+
+CHECKS: dict[str, Callable[[str], bool]] = {
+    "quantize_blockwise": _quantize,
+    "dequantize_blockwise": _dequantize,
+    "fused_step": partial(_step, norms=False),
+    "step_norms": partial(_step, norms=True),
+    "gradient_norms": _gradient_norms,
+    "quantize_int8": _quantize_int8,
+    "int8_matmul": _int8_matmul,
+    "round_float8": _round_float8,
+}
