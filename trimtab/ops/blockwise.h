@@ -213,7 +213,7 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
   }
   // The border tells whether u is in this decade or in the one before, whose line it then keeps to: there, u next to
   // the border lands next to a whole number and is verified.
-  for (int q = 0; q < 4; q++) decade[q] -= bits(u[q]) > bits(lookup(lines.border, decade[q]));
+  for (int q = 0; q < 4; q++) decade[q] = one_more_if_larger(decade[q], bits(u[q]), bits(lookup(lines.border, decade[q])));
   for (int q = 0; q < 4; q++) {
     vi t = bits(roughly_fma(u[q], lookup(lines.slope, decade[q]), splat(lines.offset))) - L::ORIGIN;
     vi shift = (SIGNED ? 21 : 20) + L::FIRST - decade[q];
@@ -224,15 +224,9 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
   for (int q = 0; q < 4; q++) {
     vi b = bits(load(x + q * W));
     if (SIGNED) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-      index[q] = (vi)_mm256_sign_epi32((__m256i)index[q], (__m256i)b);
-#else
-      vi sign = b >> 31;
-      index[q] = (index[q] ^ sign) - sign;
-#endif
+      index[q] = with_sign(index[q], b);
     } else if (KEEP_POSITIVE) {
-      vi least = b != 0 ? splat(2) : vi{};  // index 2 is code 1
-      index[q] = larger(index[q], least);
+      index[q] = larger(index[q], smaller_unsigned(b + b, splat(2)));  // index 2 is code 1
     } else {
       near |= index[q] == 2;  // decade 0 has a boundary off its line, at the bottom of this cell
     }
@@ -242,7 +236,8 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
   return near | (smaller_unsigned(fraction, splat(limit)) == fraction);
 }
 
-// Write the four vectors of indices as codes; true if the group must be verified.
+// Write the four vectors of indices as codes; true if the group must be verified. Code 0 of the symmetric table is -1.0,
+// which no line knows: index -127 is verified, -128 is certain.
 template <bool SIGNED>
 INLINE bool put(uint8_t* codes, const vi index[4], vi near) {
   constexpr int zero = SIGNED ? 127 : -1;
@@ -259,19 +254,18 @@ INLINE bool put(uint8_t* codes, const vi index[4], vi near) {
   packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i*)codes, packed);
 #else
+  vi least = splat(-1);
   for (int q = 0; q < 4; q++) {
-    vi code = index[q] + zero;
-    if (SIGNED) near |= code == 0;
-    code = code < 0 ? vi{} : code;
-    code = code > 255 ? splat(255) : code;
+    const vi code = index[q] + zero;
+    least = smaller_unsigned(least, code);
 #if defined(__AVX512F__)
-    _mm_storeu_si128((__m128i*)(codes + q * W), _mm512_cvtepi32_epi8((__m512i)code));
+    _mm_storeu_si128((__m128i*)(codes + q * W), _mm512_cvtusepi32_epi8((__m512i)larger(code, vi{})));
 #else
-    store(codes + q * W, __builtin_convertvector(code, vb));
+    store(codes + q * W, __builtin_convertvector(smaller(larger(code, vi{}), splat(255)), vb));
 #endif
   }
+  if (SIGNED) near |= least == 0;
 #endif
-  // Code 0 of the symmetric table is -1.0, which no line knows: index -127 is verified, -128 is certain.
   return any(near);
 }
 

@@ -130,6 +130,27 @@ INLINE vi smaller_unsigned(vi a, vi b) {
 #endif
 }
 
+// x + 1 where a > b.
+INLINE vi one_more_if_larger(vi x, vi a, vi b) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_mask_add_epi32((__m512i)x, _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b), (__m512i)x, _mm512_set1_epi32(1));
+#else
+  return x - (a > b);
+#endif
+}
+
+// -x where `sign` is negative.
+INLINE vi with_sign(vi x, vi sign) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_mask_sub_epi32((__m512i)x, _mm512_movepi32_mask((__m512i)sign), __m512i{}, (__m512i)x);
+#elif defined(__AVX2__)
+  return (vi)_mm256_sign_epi32((__m256i)x, (__m256i)sign);  // makes it 0 where sign is 0, as x is there
+#else
+  sign >>= 31;
+  return (x ^ sign) - sign;
+#endif
+}
+
 INLINE bool any(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);

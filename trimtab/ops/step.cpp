@@ -81,10 +81,20 @@ INLINE vf only(vf x, int lanes) {
   return WHOLE ? x : load_lanes<false>((const float*)&x, lanes);
 }
 
+// Where the moments are: in the state itself; decoded into scratch before the update; or decoded by the update, vector by
+// vector. Divisions and square roots leave the other units idle for long on sixteen lanes, so there the last is best; on
+// eight lanes the loop becomes too long to look ahead in (docs/log.md).
+enum class Storage { float32, before, beside };
+
 // What the inner loop works on. Kept by value in its own frame: a store through a pointer then cannot change it.
-template <Rule R, bool CODED>
+template <Rule R, Storage S>
 struct Block {
   static constexpr int states = sizeof Math<R>::is_signed;
+  static constexpr bool coded = S != Storage::float32;
+  const DecodeSigned* decode_signed;
+  const DecodeUnsigned* decode_unsigned;
+  const uint8_t* codes[max_states];
+  float absmax[max_states];
   Scalars scalars;
   float* param;
   const float* grad;
@@ -97,7 +107,12 @@ struct Block {
     const Scalars& s = scalars;
     const vf p = load_lanes<WHOLE>(param + k, lanes), g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
     vf state[max_states];
-    for (int i = 0; i < states; i++) state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
+#pragma GCC unroll 3
+    for (int i = 0; i < states; i++) {
+      if constexpr (S == Storage::beside && WHOLE)
+        state[i] = (Math<R>::is_signed[i] ? (*decode_signed)(codes[i] + k) : (*decode_unsigned)(codes[i] + k)) * absmax[i];
+      else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
+    }
     const vf update = Math<R>::update(s, g, state);
     if (NORMS) {
       const vf change = (s.decay - 1.0f) * p - s.lr * update;
@@ -112,7 +127,7 @@ struct Block {
     store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     for (int i = 0; i < states; i++) {
       store_lanes<WHOLE>(moment[i] + k, state[i], lanes);
-      if (CODED) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
+      if (coded) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
     }
   }
 
@@ -174,10 +189,13 @@ static void gather(const Tasks& tasks, const double* partial, const Step& step) 
     for (int i = 0; i < 3; i++) step.norms[3 * tasks.list[t].tensor + i] += partial[3 * t + i];
 }
 
-template <Rule R, bool CODED, bool NORMS>
+template <Rule R, Storage S, bool NORMS>
 static void run(const Step& step) {
-  using B = Block<R, CODED>;
+  using B = Block<R, S>;
   constexpr int states = B::states;
+  constexpr bool CODED = B::coded;
+  const DecodeSigned decode_signed(*step.signed_book);
+  const DecodeUnsigned decode_unsigned(*step.unsigned_book);
   const Codebook* books[states];
   for (int i = 0; i < states; i++) books[i] = Math<R>::is_signed[i] ? step.signed_book : step.unsigned_book;
   const int64_t unit = CODED ? step.block : 1024;
@@ -195,14 +213,19 @@ static void run(const Step& step) {
       const int64_t count = smaller(task.end - start, unit), block = start / unit;
       B b;
       b.scalars = *x.scalars;
+      b.decode_signed = &decode_signed, b.decode_unsigned = &decode_unsigned;
       b.param = (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, buffer);
       b.grad = read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, buffer + padded);
       for (int i = 0; i < states; i++) {
         float* const moment = CODED ? buffer + padded * (2 + i) : (float*)x.state[i] + start;
         b.moment[i] = moment;
-        if (CODED)
-          decode(*books[i], (const uint8_t*)x.state[i] + start, count, x.absmax[i][block],
-                 [moment](int64_t k, vf y, int lanes) { memcpy(moment + k, &y, 4 * lanes); });
+        if (CODED) {
+          b.codes[i] = (const uint8_t*)x.state[i] + start;
+          b.absmax[i] = x.absmax[i][block];
+          const int64_t whole = S == Storage::beside ? count / W * W : 0;
+          decode(*books[i], b.codes[i] + whole, count - whole, b.absmax[i],
+                 [=](int64_t k, vf y, int lanes) { memcpy(moment + whole + k, &y, 4 * lanes); });
+        }
       }
       if (b.scalars.coupled != 0) b.couple(count, buffer + padded);
       b.template run<NORMS>(count);
@@ -231,8 +254,13 @@ static void run(const Step& step) {
 template <Rule R>
 static void run_rule(const Step& step) {
   const bool norms = step.norms != nullptr;
-  if (step.quantized) return norms ? run<R, true, true>(step) : run<R, true, false>(step);
-  return norms ? run<R, false, true>(step) : run<R, false, false>(step);
+  if (!step.quantized) return norms ? run<R, Storage::float32, true>(step) : run<R, Storage::float32, false>(step);
+  if constexpr (W == 16) {
+    const auto kind = step.signed_book->kind;
+    if ((kind == Codebook::dynamic_signed || kind == Codebook::dynamic_symmetric) && step.unsigned_book->kind == Codebook::dynamic_unsigned)
+      return norms ? run<R, Storage::beside, true>(step) : run<R, Storage::beside, false>(step);
+  }
+  return norms ? run<R, Storage::before, true>(step) : run<R, Storage::before, false>(step);
 }
 
 void step(const Step& step) {

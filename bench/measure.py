@@ -1,0 +1,88 @@
+"""Honest timing on a noisy machine: candidates take turns in one run, and we report the best and the median.
+
+Ratios of two candidates compare their medians over the same rounds, so that a slow minute slows both.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trimtab.ops import backends
+
+console = Console(width=120)
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: list[float]
+
+    @property
+    def best_ms(self) -> float:
+        return min(self.seconds) * 1e3
+
+    @property
+    def median_ms(self) -> float:
+        return median(self.seconds) * 1e3
+
+
+def interleave(candidates: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
+    """Time every candidate once per round, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for counted in [False] + [True] * rounds:
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            if counted:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(values) for name, values in seconds.items()}
+
+
+def show(title: str, timings: Mapping[str, Timing], *, baseline: str, megabytes: Mapping[str, float] | None = None) -> None:
+    """One table; `x baseline` is time over the baseline's time, so smaller is faster."""
+    columns = ["best ms", "median ms", f"x {baseline}"] + (["GB/s"] if megabytes else [])
+    table = Table(title, *columns, box=None, pad_edge=False, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, timing in timings.items():
+        row = [name, f"{timing.best_ms:.1f}", f"{timing.median_ms:.1f}", f"{ratio(timings, name, baseline):.2f}"]
+        if megabytes:
+            row.append(f"{megabytes[name] / timing.median_ms:.1f}" if name in megabytes else "")
+        table.add_row(*row)
+    console.print(table, "")
+
+
+def ratio(timings: Mapping[str, Timing], name: str, baseline: str) -> float:
+    return timings[name].median_ms / timings[baseline].median_ms
+
+
+class _Spy:
+    """The native module, noting which of its functions are called."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.called = module, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.add(name)
+        return getattr(self.module, name)
+
+
+@contextmanager
+def must_call(*kernels: str) -> Iterator[None]:
+    """Fail unless the code inside really reaches these native kernels: a benchmark of a fallback is worse than none."""
+    module = backends.native
+    if module is None:
+        raise SystemExit(f"native kernels are not here ({backends.native_missing}); there is nothing to measure")
+    backends.native = spy = _Spy(module)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        backends.native = module
+    missing = set(kernels) - spy.called
+    if missing:
+        raise SystemExit(f"asked to time the native kernels {sorted(kernels)}, but {sorted(missing)} did not run")

@@ -1,0 +1,250 @@
+"""What the kernels cost, against PyTorch, bitsandbytes and the memory itself, in one run.
+
+    python -m bench.ops                     everything: about two minutes on two cores
+    python -m bench.ops --only step         one part: quantize, step, gpt2, int8 or import
+    python -m bench.ops --millions 8        smaller tensors, for a quick look
+
+Every candidate of a table takes its turn in every round. Peers that are not installed are left out and said so
+(`make bench` installs them).
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from bench.measure import Timing, console, interleave, must_call, ratio, show
+from trimtab.ops import (
+    backends,
+    dequantize_blockwise,
+    fused_step,
+    int8,
+    load_codebook,
+    quantize_blockwise,
+    step_norms,
+    step_rules,
+)
+from trimtab.ops.blockwise import count_blocks
+
+try:
+    import bitsandbytes
+    from bitsandbytes import functional as bnb
+except ImportError:
+    bitsandbytes = None
+    console.print("bitsandbytes is not installed, so its rows are missing; `make bench` installs it\n")
+
+Part = Literal["quantize", "step", "gpt2", "int8", "import"]
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A number we promised, and what was measured. At most, or at least."""
+
+    what: str
+    measured: float
+    bar: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
+
+
+def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | None = None) -> None:
+    """Measure the kernels.
+
+    Args:
+        millions: size of the flat tensors, in units of 2^20 values
+        rounds: how often each candidate is timed
+        threads: for everything that is measured
+        only: one part instead of all
+    """
+    torch.set_num_threads(threads)
+    count = millions << 20
+    parts: dict[Part, Callable[[], list[Bar]]] = {
+        "quantize": lambda: measure_quantize(count, rounds),
+        "step": lambda: measure_step(f"AdamW step, one tensor of {millions}M", [(count,)], rounds, flat=True),
+        "gpt2": lambda: measure_step("AdamW step, the 148 tensors of GPT-2 124M", gpt2_shapes(), rounds, flat=False),
+        "int8": lambda: measure_int8(rounds),
+        "import": lambda: measure_import(rounds),
+    }
+    level = backends.native.level() if backends.native is not None else "none"
+    console.print(f"native kernels: {level}; int8 product: {backends.int8_product()[1]}; {threads} threads\n")
+    bars = [bar for name, run in parts.items() if only in (None, name) for bar in run()]
+    for bar in bars:
+        verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
+        sign = ">=" if bar.at_least else "<="
+        console.print(f"{verdict:>16}  {bar.what}: {bar.measured:.2f} (bar {sign} {bar.bar})", highlight=False)
+
+
+def measure_quantize(count: int, rounds: int) -> list[Bar]:
+    """Traffic: 4 bytes per value on one side, 1 on the other, and the scales."""
+    x, book = torch.randn(count), load_codebook()
+    codes, absmax = quantize_blockwise(x, book, block=BLOCK)
+    out = torch.empty(count)
+    quantize: dict[str, Callable[[], Any]] = {
+        "trimtab": lambda: quantize_blockwise(x, book, block=BLOCK),
+        "trimtab, out=": lambda: quantize_blockwise(x, book, block=BLOCK, out=(codes, absmax)),
+        "copy float32, out=": lambda: out.copy_(x),
+    }
+    dequantize: dict[str, Callable[[], Any]] = {
+        "trimtab": lambda: dequantize_blockwise(codes, absmax, book, block=BLOCK),
+        "trimtab, out=": lambda: dequantize_blockwise(codes, absmax, book, block=BLOCK, out=out),
+        "copy float32, out=": lambda: out.copy_(x),
+    }
+    if bitsandbytes is not None:  # which has no out= on the CPU
+        peer_codes, peer_state = bnb.quantize_blockwise(x, blocksize=BLOCK)
+        quantize["bitsandbytes"] = lambda: bnb.quantize_blockwise(x, blocksize=BLOCK)
+        dequantize["bitsandbytes"] = lambda: bnb.dequantize_blockwise(peer_codes, peer_state)
+    bars = []
+    for title, candidates, bar in (("quantize", quantize, 6.0), ("dequantize", dequantize, 2.5)):
+        with must_call(title):
+            candidates["trimtab"]()
+        timings = interleave(candidates, rounds)
+        traffic = {name: (8 if name.startswith("copy") else 5 + 4 / BLOCK) * count / 1e6 for name in candidates}
+        show(f"{title} {count >> 20}M float32, block {BLOCK}", timings, baseline="copy float32, out=", megabytes=traffic)
+        if bitsandbytes is not None:
+            speed = ratio(timings, "bitsandbytes", "trimtab")
+            bars.append(Bar(f"{title}, times the speed of bitsandbytes", speed, bar, at_least=True))
+    return bars
+
+
+class Model:
+    """Parameters of these shapes with gradients, and 8-bit or 32-bit Adam state for our step."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], *, bits: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.params = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.grads = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+        # Small tensors keep 32 bits, as the optimizers do it.
+        narrow = [i for i, p in enumerate(self.params) if bits == 8 and p.numel() >= 4096]
+        wide = [i for i in range(len(shapes)) if i not in set(narrow)]
+        self.groups: list[tuple[list[int], list[list[Tensor]], list[list[Tensor]] | None]] = []
+        if narrow:
+            codes = [[torch.full_like(self.params[i], zero, dtype=torch.uint8) for i in narrow] for zero in (127, 0)]
+            scales = [[torch.zeros(count_blocks(self.params[i].numel(), BLOCK)) for i in narrow] for _ in range(2)]
+            self.groups.append((narrow, codes, scales))
+        if wide:
+            self.groups.append((wide, [[torch.zeros_like(self.params[i]) for i in wide] for _ in range(2)], None))
+
+    def adamw(self) -> None:
+        for members, states, absmax in self.groups:
+            params, grads = [self.params[i] for i in members], [self.grads[i] for i in members]
+            rows = step_rules.adamw(torch.full((len(members),), 10.0), lr=1e-3, weight_decay=0.01)
+            fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK)
+
+    def stable_adamw(self) -> None:
+        for members, states, absmax in self.groups:
+            params, grads = [self.params[i] for i in members], [self.grads[i] for i in members]
+            steps = torch.full((len(members),), 10.0)
+            numels = torch.tensor([p.numel() for p in params])
+            first = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01)
+            norms = step_norms("adamw", params, grads, states, first, absmax=absmax, block=BLOCK)
+            rms = step_rules.rms_from_norms(norms, numels)
+            rows = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01, rms=rms)
+            fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK)
+
+
+def with_gradients(model: Model) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(p.clone()) for p in model.params]
+    for p, g in zip(params, model.grads, strict=True):
+        p.grad = g
+    return params
+
+
+def measure_step(title: str, shapes: list[tuple[int, ...]], rounds: int, *, flat: bool) -> list[Bar]:
+    ours8, ours32 = Model(shapes, bits=8), Model(shapes, bits=32)
+    fused = torch.optim.AdamW(with_gradients(ours8), lr=1e-3, fused=True)
+    candidates: dict[str, Callable[[], Any]] = {
+        "torch AdamW fused, 32-bit": fused.step,
+        "trimtab AdamW, 8-bit": ours8.adamw,
+        "trimtab StableAdamW, 8-bit": ours8.stable_adamw,
+        "trimtab AdamW, 32-bit": ours32.adamw,
+    }
+    if bitsandbytes is not None:
+        peer = bitsandbytes.optim.AdamW8bit(with_gradients(ours8), lr=1e-3)
+        candidates["bitsandbytes AdamW8bit"] = peer.step
+    if flat:
+        assert backends.native is not None
+        for name, model in (("memory traffic alone, 8-bit", ours8), ("memory traffic alone, 32-bit", ours32)):
+            candidates[name] = _traffic(model)
+    with must_call("step"):
+        ours8.adamw()
+    timings = interleave(candidates, rounds)
+    show(title, timings, baseline="torch AdamW fused, 32-bit")
+    where = "64M" if flat else "GPT-2"
+    return [
+        Bar(f"8-bit AdamW on {where}, time over torch fused", _over(timings, "trimtab AdamW, 8-bit"), 1.0),
+        Bar(f"8-bit StableAdamW on {where}, time over torch fused", _over(timings, "trimtab StableAdamW, 8-bit"), 1.7),
+    ]
+
+
+def _over(timings: dict[str, Timing], name: str) -> float:
+    return ratio(timings, name, "torch AdamW fused, 32-bit")
+
+
+def _traffic(model: Model) -> Callable[[], None]:
+    """The loads and stores of one AdamW step and no arithmetic: what the memory allows. On copies: it spoils them."""
+    assert backends.native is not None
+    native, (members, states, absmax) = backends.native, model.groups[0]
+    tensors = [x.clone() for x in (model.params[members[0]], model.grads[members[0]], states[0][0], states[1][0])]
+    count, quantized, threads = tensors[0].numel(), absmax is not None, torch.get_num_threads()
+    return lambda: native.traffic(*(x.data_ptr() for x in tensors), count, quantized, threads)
+
+
+def gpt2_shapes(width: int = 768, depth: int = 12, vocabulary: int = 50_257, context: int = 1024) -> list[tuple[int, ...]]:
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    layers = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    block = [*norm, *norm, *(shape for layer in layers for shape in (layer, layer[1:]))]
+    return [(vocabulary, width), (context, width), *block * depth, *norm]
+
+
+def measure_int8(rounds: int, rows: int = 4096, inner: int = 1024, columns: int = 4096) -> list[Bar]:
+    """One linear layer's forward, and its pieces."""
+    x, w = torch.randn(rows, inner), torch.randn(columns, inner)
+    (xq, xs), (wq, ws) = int8.quantize_rowwise(x), int8.quantize_tensorwise(w)
+
+    def whole() -> Tensor:
+        (a, a_absmax), (b, b_absmax) = int8.quantize_rowwise(x), int8.quantize_tensorwise(w)
+        return int8.int8_matmul(a, b.t(), a_absmax, b_absmax)
+
+    product, _ = backends.int8_product()
+    with must_call("quantize_int8", *{"onednn": ["rescale"], "native": ["matmul"], "reference": []}[product]):
+        whole()
+    timings = interleave(
+        {
+            "float32 matmul": lambda: x @ w.t(),
+            "int8: quantize + matmul + rescale": whole,
+            "   quantize x by row": lambda: int8.quantize_rowwise(x),
+            "   quantize w as a tensor": lambda: int8.quantize_tensorwise(w),
+            "   quantize x by column": lambda: int8.quantize_columnwise(x),
+            "   matmul + rescale": lambda: int8.int8_matmul(xq, wq.t(), xs, ws),
+        },
+        rounds,
+    )
+    show(f"int8 linear pieces, {rows} x {inner} x {columns}", timings, baseline="float32 matmul")
+    speed = ratio(timings, "float32 matmul", "int8: quantize + matmul + rescale")
+    return [Bar("int8 quantize + matmul + rescale, times the speed of the float32 matmul", speed, 2.0, at_least=True)]
+
+
+def measure_import(rounds: int) -> list[Bar]:
+    """In fresh interpreters, each timing its own import statement."""
+
+    def importing(what: str) -> float:
+        code = f"import time; t = time.perf_counter(); import torch; u = time.perf_counter(); {what}; print(time.perf_counter() - u)"
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+    importing("import trimtab")  # fills the caches
+    extra = Timing([importing("import trimtab") for _ in range(rounds)])
+    show("import", {"trimtab, after torch": extra}, baseline="trimtab, after torch")
+    return [Bar("import trimtab after torch, seconds", extra.median_ms / 1e3, 0.15)]
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
