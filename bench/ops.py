@@ -23,10 +23,10 @@ from trimtab.ops import (
     backends,
     dequantize_blockwise,
     fused_step,
+    gradient_ratios,
     int8,
     load_codebook,
     quantize_blockwise,
-    step_norms,
     step_rules,
 )
 from trimtab.ops.blockwise import count_blocks
@@ -145,8 +145,9 @@ class Model:
             steps = torch.full((len(members),), 10.0)
             numels = torch.tensor([p.numel() for p in params])
             first = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01)
-            norms = step_norms("adamw", params, grads, states, first, absmax=absmax, block=BLOCK)
-            rms = step_rules.rms_from_norms(norms, numels)
+            scales = None if absmax is None else absmax[1]
+            ratios = gradient_ratios(grads, states[1], first, absmax=scales, block=BLOCK)
+            rms = step_rules.rms_from_ratios(ratios, numels)
             rows = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01, rms=rms)
             fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import assert_same, seed, spread
-from trimtab.ops import fused_step, gradient_norms, load_codebook, step_norms, step_rules
+from trimtab.ops import fused_step, gradient_norms, gradient_ratios, load_codebook, step_norms, step_rules
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.step import (
     EPS,
@@ -19,6 +19,8 @@ from trimtab.ops.step import (
     gradient_norms_reference,
     norms_native,
     norms_reference,
+    ratios_native,
+    ratios_reference,
     step_native,
     step_reference,
 )
@@ -59,6 +61,13 @@ class Tensors:
         flat = [[x for group in groups for x in group] for groups in (self.states, self.absmax)]
         return (self.params, grads, *flat, scalars, SIGNED, UNSIGNED, self.rule, self.block)
 
+    def ratio_arguments(self, grads: list[Tensor], scalars: Tensor) -> tuple:
+        return (grads, self.states[-1], self.absmax[-1] if self.quantized else [], scalars, UNSIGNED, self.block)
+
+    def ratios(self, grads: list[Tensor], scalars: Tensor) -> Tensor:
+        absmax = self.absmax[-1] if self.quantized else None
+        return gradient_ratios(grads, self.states[-1], scalars, absmax=absmax, block=self.block)
+
     def step(self, grads: list[Tensor], scalars: Tensor) -> None:
         absmax = self.absmax if self.quantized else None
         fused_step(self.rule, self.params, grads, self.states, scalars, absmax=absmax, block=self.block)
@@ -88,6 +97,11 @@ def test_native_steps_match_the_reference_to_the_last_bit(level, rule, quantized
         got, expected = norms_native(*mine.arguments(grads, row)), norms_reference(*theirs.arguments(grads, row))
         # Sums are in another order; float32 sums over one block, float64 between blocks.
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-10)
+        if not RULES[rule].signed[-1]:
+            torch.testing.assert_close(
+                ratios_native(*mine.ratio_arguments(grads, row)), ratios_reference(*theirs.ratio_arguments(grads, row)),
+                rtol=1e-5, atol=1e-10,
+            )  # fmt: skip
         step_native(*mine.arguments(grads, row))
         step_reference(*theirs.arguments(grads, row))
         for a, b in zip(mine.all(), theirs.all(), strict=True):
@@ -111,7 +125,8 @@ def test_the_number_of_threads_changes_nothing(quantized):
         torch.set_num_threads(threads)
         x = Tensors("adamw", sizes, quantized=quantized)
         x.step(grads, ROWS["adamw"](steps(1, 3)))
-        results.append([x.norms(grads, ROWS["adamw"](steps(2, 3))), gradient_norms(grads), *x.all()])
+        row = ROWS["adamw"](steps(2, 3))
+        results.append([x.norms(grads, row), x.ratios(grads, row), gradient_norms(grads), *x.all()])
     torch.set_num_threads(before)
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -220,8 +235,8 @@ def test_stable_adamw_gives_the_worked_example(clipped, expected):
     rms = torch.zeros(1)
     for number, grad in ((1, [1.0, -2.0]), (2, [10.0, 20.0])):
         g, t = torch.tensor(grad), steps(number)
-        sums = step_norms("adamw", [p], [g], [[m], [v]], step_rules.stable_adamw(t, **options))
-        rms = step_rules.rms_from_norms(sums, torch.tensor([2]))
+        ratios = gradient_ratios([g], [v], step_rules.stable_adamw(t, **options))
+        rms = step_rules.rms_from_ratios(ratios, torch.tensor([2]))
         fused_step("adamw", [p], [g], [[m], [v]], step_rules.stable_adamw(t, rms=rms, **options))
         if number == 1:
             assert rms.item() == pytest.approx(1.0, abs=1e-6)
@@ -238,7 +253,7 @@ def test_the_rms_stays_below_its_bound(beta2):
     for number in range(1, 30):
         grad = spread(512, seed(number), decades=1) * (1000.0 if number == 20 else 1.0)
         t, options = steps(number), {"lr": 0.0, "betas": (0.9, beta2)}
-        rms = step_rules.rms_from_norms(x.norms([grad], step_rules.stable_adamw(t, **options)), torch.tensor([512]))
+        rms = step_rules.rms_from_ratios(x.ratios([grad], step_rules.stable_adamw(t, **options)), torch.tensor([512]))
         assert rms.item() <= (1 - beta2) ** -0.5 * 1.0001
         if number == 20:
             assert rms.item() > 0.95 * min((1 - beta2) ** -0.5, (1 - beta2**20) ** 0.5 / (1 - beta2) ** 0.5)
@@ -260,7 +275,7 @@ def test_lamb_and_lars_really_apply_their_norms(quantized):
 
 
 def test_trust_can_be_bounded_and_is_one_where_a_norm_is_zero():
-    sums = torch.tensor([[4.0, 1.0, 0.0], [1.0, 16.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    sums = torch.tensor([[4.0, 1.0], [1.0, 16.0], [0.0, 1.0], [1.0, 0.0]])
     assert step_rules.trust_from_norms(sums).tolist() == [2.0, 0.25, 1.0, 1.0]
     assert step_rules.trust_from_norms(sums, bound=1.0).tolist() == [1.0, 0.25, 1.0, 1.0]
 
@@ -406,11 +421,13 @@ def test_the_ops_are_well_behaved_citizens_of_torch():
     torch.library.opcheck(torch.ops.trimtab.fused_step.default, arguments)
     torch.library.opcheck(torch.ops.trimtab.step_norms.default, arguments)
     torch.library.opcheck(torch.ops.trimtab.gradient_norms.default, ([torch.ones(300)],))
+    torch.library.opcheck(torch.ops.trimtab.gradient_ratios.default, x.ratio_arguments([torch.ones(300)], ROWS["adamw"](steps(1))))
 
 
 def test_empty_calls_do_nothing():
     fused_step("adamw", [], [], [[], []], torch.zeros(0, len(SCALARS)))
-    assert step_norms("adamw", [], [], [[], []], torch.zeros(0, len(SCALARS))).shape == (0, 3)
+    assert step_norms("adamw", [], [], [[], []], torch.zeros(0, len(SCALARS))).shape == (0, 2)
+    assert gradient_ratios([], [], torch.zeros(0, len(SCALARS))).shape == (0,)
     assert gradient_norms([]).shape == (0,)
 
 

@@ -238,6 +238,15 @@ def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> Non
     assert_identical(args[:4], before[:4])
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+def test_gradient_ratios_match_the_reference(bits: int, small_tile: int) -> None:
+    _, grads, v, absmax, scalars, _, unsigned, _, block = arguments("rms", bits=bits, block=300, sizes=[63, 0, 400])
+    scalars[2, step.EPS] = 0
+    scalars[0, step.COUPLED] = 0.5  # of no account here
+    args = (grads, v, absmax, scalars, unsigned, block)
+    torch.testing.assert_close(step_triton.ratios(*args), step.ratios_reference(*args), rtol=1e-6, atol=0)
+
+
 def test_gradient_norms_match_the_reference() -> None:
     grads = [random(n, seed=n).to(dtype) for n in (0, 1, 257, 5000) for dtype in FLOATS]
     grads[6][5] = math.inf
@@ -323,9 +332,10 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
         keeps = sum(1 << step_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
         for quantized in (True, False):
             chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
-            for kernel in (step_triton._step_kernel, step_triton._norms_kernel):
-                # Blocks longer than a tile take longest to compile, and take the same path in every rule.
-                yield kernel, {**chosen, "ALIGNED": quantized, "MANY": rule == "adamw", **tile}
+            # Blocks longer than a tile take longest to compile, and take the same path in every rule.
+            chosen |= {"ALIGNED": quantized, "MANY": rule == "adamw", **tile}
+            yield step_triton._step_kernel, chosen
+            yield step_triton._norms_kernel, {**chosen, "RATIOS": rule == "rms"}
 
 
 def compile_all(arch: int) -> int:

@@ -11,7 +11,7 @@ from trimtab.ops.blockwise import (
     quantize_tensorwise,
 )
 from trimtab.ops.codebook import load_codebook
-from trimtab.ops.step import fused_step, gradient_norms, step_norms
+from trimtab.ops.step import fused_step, gradient_norms, gradient_ratios, step_norms
 
 __all__ = [
     "dequantize_blockwise",
@@ -19,6 +19,7 @@ __all__ = [
     "float8",
     "fused_step",
     "gradient_norms",
+    "gradient_ratios",
     "int8",
     "load_codebook",
     "quantize_blockwise",

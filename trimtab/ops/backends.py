@@ -47,6 +47,7 @@ OPS: dict[str, tuple[Backend, ...]] = {
     "fused_step": ("reference", "native", "triton"),
     "step_norms": ("reference", "native", "triton"),
     "gradient_norms": ("reference", "native", "triton"),
+    "gradient_ratios": ("reference", "native", "triton"),
     "quantize_int8": ("reference", "native", "triton"),
     "int8_matmul": ("reference", "native", "triton"),
     "round_float8": ("reference",),

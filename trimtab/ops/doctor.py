@@ -125,6 +125,12 @@ def _gradient_norms(device: str) -> bool:
     return torch.allclose(step.gradient_norms(g), step.gradient_norms_reference(g), rtol=1e-5)
 
 
+def _gradient_ratios(device: str) -> bool:
+    g, v, row = [_values(device)], [_values(device) ** 2], step_rules.adamw(torch.ones(1, device=device), lr=0.1)
+    expected = step.ratios_reference(g, v, [], row, load_codebook(signed=False).to(device), 256)
+    return torch.allclose(step.gradient_ratios(g, v, row), expected, rtol=1e-5)
+
+
 def _quantize_int8(device: str) -> bool:
     x = _values(device).view(20, 50)
     return all(
@@ -152,6 +158,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "fused_step": partial(_step, norms=False),
     "step_norms": partial(_step, norms=True),
     "gradient_norms": _gradient_norms,
+    "gradient_ratios": _gradient_ratios,
     "quantize_int8": _quantize_int8,
     "int8_matmul": _int8_matmul,
     "round_float8": _round_float8,

@@ -134,13 +134,13 @@ std::vector<double> step(int rule, const std::vector<Address>& params, const std
                          const std::vector<Address>& states, const std::vector<Address>& absmax,
                          const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
                          const std::vector<int>& grad_dtypes, Address scalars, int64_t block, Address signed_book,
-                         int signed_entries, Address unsigned_book, int unsigned_entries, bool norms, int threads) {
+                         int signed_entries, Address unsigned_book, int unsigned_entries, int pass, int threads) {
   nb::gil_scoped_release release;
   auto tensors = step_tensors(params, grads, states, absmax, counts, param_dtypes, grad_dtypes, scalars);
-  std::vector<double> sums(norms ? 3 * tensors.size() : 0);
+  std::vector<double> sums((Pass)pass == Pass::update ? 0 : max_sums * tensors.size());
   const Codebook s = open_codebook(signed_book, signed_entries), u = open_codebook(unsigned_book, unsigned_entries);
   active->step({(Rule)rule, tensors.data(), (int64_t)tensors.size(), block, &s, &u, !absmax.empty(),
-                norms ? sums.data() : nullptr, threads});
+                (Pass)pass, sums.data(), threads});
   return sums;
 }
 
@@ -148,16 +148,16 @@ std::vector<double> gradient_norms(const std::vector<Address>& grads, const std:
                                    const std::vector<int>& dtypes, int threads) {
   nb::gil_scoped_release release;
   auto tensors = step_tensors({}, grads, {}, {}, counts, {}, dtypes, 0);
-  std::vector<double> sums(3 * tensors.size()), squares(tensors.size());
-  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, sums.data(), threads});
-  for (size_t t = 0; t < squares.size(); t++) squares[t] = sums[3 * t];
+  std::vector<double> sums(max_sums * tensors.size()), squares(tensors.size());
+  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, Pass::norms, sums.data(), threads});
+  for (size_t t = 0; t < squares.size(); t++) squares[t] = sums[max_sums * t];
   return squares;
 }
 
 void traffic(Address param, Address grad, Address m, Address v, int64_t count, bool quantized, int threads) {
   nb::gil_scoped_release release;
   auto tensors = step_tensors({param}, {grad}, {m, v}, {}, {count}, {0}, {0}, 0);
-  active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, nullptr, threads});
+  active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, Pass::update, nullptr, threads});
 }
 
 void quantize_int8(Address x, int dtype, int64_t rows, int64_t columns, bool by_column, Address codes, Address absmax,

@@ -40,6 +40,10 @@ struct Dequantize {
 
 enum class Rule : int { adamw, momentum, lion, rms, ademamix };
 constexpr int max_states = 3;
+constexpr int max_sums = 2;
+
+// What one pass over the tensors does: write them, or only add up what the two-pass rules must know first.
+enum class Pass : int { update, norms, ratios };
 
 // One row of trimtab.ops.step.SCALARS.
 struct Scalars {
@@ -62,7 +66,8 @@ struct Step {
   int64_t tensor_count, block;
   const Codebook *signed_book, *unsigned_book;
   bool quantized;
-  double* norms;  // null to update; else [tensors][3] sums, and nothing is written to the tensors
+  Pass pass;
+  double* sums;  // [tensors][max_sums], written by every pass but the update
   int threads;
 };
 
@@ -99,7 +104,7 @@ struct Kernels {
   void (*quantize)(const Quantize&);
   void (*dequantize)(const Dequantize&);
   void (*step)(const Step&);
-  void (*gradient_norms)(const Step&);  // sums of squares of the gradients, into [tensors][3], first column
+  void (*gradient_norms)(const Step&);  // sums of squares of the gradients, into the first sum
   void (*traffic)(const Step&);         // the loads and stores of a step and no arithmetic: the speed limit
   void (*quantize_int8)(const QuantizeInt8&);
   void (*rescale)(const Rescale&);

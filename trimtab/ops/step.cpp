@@ -100,12 +100,13 @@ struct Block {
   const float* grad;
   float* moment[max_states];
   vi largest[max_states] = {};
-  vf sums[3] = {};
+  vf sums[max_sums] = {};
 
-  template <bool NORMS, bool WHOLE>
+  template <Pass P, bool WHOLE>
   INLINE_MEMBER void update(int64_t k, int lanes) {
     const Scalars& s = scalars;
-    const vf p = load_lanes<WHOLE>(param + k, lanes), g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
+    const vf p = P == Pass::ratios ? vf{} : load_lanes<WHOLE>(param + k, lanes);
+    const vf g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
     vf state[max_states];
 #pragma GCC unroll 3
     for (int i = 0; i < states; i++) {
@@ -114,14 +115,15 @@ struct Block {
       else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
     }
     const vf update = Math<R>::update(s, g, state);
-    if (NORMS) {
+    if (P == Pass::norms) {
       const vf change = (s.decay - 1.0f) * p - s.lr * update;
       sums[0] += p * p;
       sums[1] += only<WHOLE>(change * change, lanes);
-      if (!Math<R>::is_signed[states - 1]) {
-        const vf floor = splat(s.eps * s.eps), v = state[states - 1];
-        sums[2] += only<WHOLE>(g * g / (v < floor ? floor : v), lanes);
-      }
+      return;
+    }
+    if (P == Pass::ratios) {
+      const vf floor = splat(s.eps * s.eps), v = state[states - 1];
+      sums[0] += only<WHOLE>(g * g / (v < floor ? floor : v), lanes);
       return;
     }
     store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
@@ -131,11 +133,11 @@ struct Block {
     }
   }
 
-  template <bool NORMS>
+  template <Pass P>
   INLINE_MEMBER void run(int64_t count) {
     int64_t k = 0;
-    for (; k + W <= count; k += W) update<NORMS, true>(k, W);
-    if (k < count) update<NORMS, false>(k, (int)(count - k));
+    for (; k + W <= count; k += W) update<P, true>(k, W);
+    if (k < count) update<P, false>(k, (int)(count - k));
   }
 
   // Weight decay through the gradient: g <- g * grad_scale + coupled * p, into `scratch`.
@@ -184,12 +186,12 @@ struct Tasks {
 
 // Add up the tasks' sums in their order: the result does not depend on the number of threads.
 static void gather(const Tasks& tasks, const double* partial, const Step& step) {
-  for (int64_t i = 0; i < 3 * step.tensor_count; i++) step.norms[i] = 0;
+  for (int64_t i = 0; i < max_sums * step.tensor_count; i++) step.sums[i] = 0;
   for (int64_t t = 0; t < tasks.count; t++)
-    for (int i = 0; i < 3; i++) step.norms[3 * tasks.list[t].tensor + i] += partial[3 * t + i];
+    for (int i = 0; i < max_sums; i++) step.sums[max_sums * tasks.list[t].tensor + i] += partial[max_sums * t + i];
 }
 
-template <Rule R, Storage S, bool NORMS>
+template <Rule R, Storage S, Pass P>
 static void run(const Step& step) {
   using B = Block<R, S>;
   constexpr int states = B::states;
@@ -200,21 +202,21 @@ static void run(const Step& step) {
   for (int i = 0; i < states; i++) books[i] = Math<R>::is_signed[i] ? step.signed_book : step.unsigned_book;
   const int64_t unit = CODED ? step.block : 1024;
   const int64_t padded = (unit + 15) / 16 * 16, buffers = 2 + states;
-  const Tasks tasks(step, unit, !NORMS);
+  const Tasks tasks(step, unit, P == Pass::update);
   float* scratch = (float*)aligned_alloc(64, step.threads * padded * buffers * sizeof(float));
-  double* partial = NORMS ? (double*)malloc(tasks.count * 3 * sizeof(double)) : nullptr;
+  double* partial = (double*)malloc(tasks.count * max_sums * sizeof(double));
   // Parallel over stretches; the blocks of one stretch follow each other in memory.
   parallel(tasks.count, step.threads, [&](int64_t index, int worker) {
     const Task task = tasks.list[index];
     const StepTensor x = step.tensors[task.tensor];
     float* const buffer = scratch + worker * padded * buffers;
-    double sums[3] = {};
+    double sums[max_sums] = {};
     for (int64_t start = task.start; start < task.end; start += unit) {
       const int64_t count = smaller(task.end - start, unit), block = start / unit;
       B b;
       b.scalars = *x.scalars;
       b.decode_signed = &decode_signed, b.decode_unsigned = &decode_unsigned;
-      b.param = (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, buffer);
+      if (P != Pass::ratios) b.param = (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, buffer);
       b.grad = read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, buffer + padded);
       for (int i = 0; i < states; i++) {
         float* const moment = CODED ? buffer + padded * (2 + i) : (float*)x.state[i] + start;
@@ -227,10 +229,10 @@ static void run(const Step& step) {
                  [=](int64_t k, vf y, int lanes) { memcpy(moment + whole + k, &y, 4 * lanes); });
         }
       }
-      if (b.scalars.coupled != 0) b.couple(count, buffer + padded);
-      b.template run<NORMS>(count);
-      if (NORMS) {
-        for (int i = 0; i < 3; i++) sums[i] += sum(b.sums[i]);
+      if (P != Pass::ratios && b.scalars.coupled != 0) b.couple(count, buffer + padded);
+      b.template run<P>(count);
+      if (P != Pass::update) {
+        for (int i = 0; i < max_sums; i++) sums[i] += sum(b.sums[i]);
         continue;
       }
       write(b.param, count, at(x.param, x.param_dtype, start), x.param_dtype);
@@ -244,23 +246,32 @@ static void run(const Step& step) {
         x.absmax[i][block] = stored(absmax[i]);
       }
     }
-    if (NORMS) memcpy(partial + 3 * index, sums, sizeof sums);
+    memcpy(partial + max_sums * index, sums, sizeof sums);
   });
-  if (NORMS) gather(tasks, partial, step);
+  if (P != Pass::update) gather(tasks, partial, step);
   free(partial);
   free(scratch);
 }
 
+template <Rule R, Storage S>
+static void run_pass(const Step& step) {
+  switch (step.pass) {
+    case Pass::update: return run<R, S, Pass::update>(step);
+    case Pass::norms: return run<R, S, Pass::norms>(step);
+    case Pass::ratios: return run<R, S, Pass::ratios>(step);
+  }
+}
+
 template <Rule R>
 static void run_rule(const Step& step) {
-  const bool norms = step.norms != nullptr;
-  if (!step.quantized) return norms ? run<R, Storage::float32, true>(step) : run<R, Storage::float32, false>(step);
+  if (!step.quantized) return run_pass<R, Storage::float32>(step);
   if constexpr (W == 16) {
     const auto kind = step.signed_book->kind;
-    if ((kind == Codebook::dynamic_signed || kind == Codebook::dynamic_symmetric) && step.unsigned_book->kind == Codebook::dynamic_unsigned)
-      return norms ? run<R, Storage::beside, true>(step) : run<R, Storage::beside, false>(step);
+    const bool dynamic = (kind == Codebook::dynamic_signed || kind == Codebook::dynamic_symmetric) &&
+                         step.unsigned_book->kind == Codebook::dynamic_unsigned;
+    if (dynamic) return run_pass<R, Storage::beside>(step);
   }
-  return norms ? run<R, Storage::before, true>(step) : run<R, Storage::before, false>(step);
+  run_pass<R, Storage::before>(step);
 }
 
 void step(const Step& step) {
@@ -276,7 +287,7 @@ void step(const Step& step) {
 void gradient_norms(const Step& step) {
   constexpr int64_t unit = 1024;
   const Tasks tasks(step, unit, false);
-  double* partial = (double*)malloc(tasks.count * 3 * sizeof(double));
+  double* partial = (double*)malloc(tasks.count * max_sums * sizeof(double));
   parallel(tasks.count, step.threads, [&](int64_t index, int) {
     const Task task = tasks.list[index];
     const StepTensor& x = step.tensors[task.tensor];
@@ -294,8 +305,8 @@ void gradient_norms(const Step& step) {
       }
       total += sum(sums);
     }
-    const double row[3] = {total, 0, 0};
-    memcpy(partial + 3 * index, row, sizeof row);
+    const double row[max_sums] = {total, 0};
+    memcpy(partial + max_sums * index, row, sizeof row);
   });
   gather(tasks, partial, step);
   free(partial);

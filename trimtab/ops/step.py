@@ -92,13 +92,31 @@ def step_norms(
     signed: Tensor | None = None,
     unsigned: Tensor | None = None,
 ) -> Tensor:
-    """What a `fused_step` with these rows would do, without doing it: the first pass of StableAdamW, LAMB and LARS.
+    """What a `fused_step` with these rows would do, without doing it: the first pass of LAMB and LARS.
 
-    Returns float32 [tensors, 3]: the sum of p^2, the sum of (change of p)^2, and the sum of g^2 / max(v, eps^2) with
-    the new v (zero for rules without one). Sums, not means, so that shards can be added up.
+    Returns float32 [tensors, 2]: the sum of p^2 and the sum of (change of p)^2. Sums, so that shards can be added up.
     """
     arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned)
-    return _norms(*arguments) if params else scalars.new_zeros(0, 3)
+    return _norms(*arguments) if params else scalars.new_zeros(0, 2)
+
+
+def gradient_ratios(
+    grads: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    scalars: Tensor,
+    *,
+    absmax: Sequence[Tensor] | None = None,
+    block: int = 256,
+    unsigned: Tensor | None = None,
+) -> Tensor:
+    """The sum of g^2 / max(v, eps^2) of each tensor, float32 [tensors]: the first pass of StableAdamW.
+
+    v is the one that a `fused_step` with these rows would make. Sums, so that shards can be added up.
+    """
+    stored = None if absmax is None else [absmax]
+    arguments = _prepare("rms", grads, grads, [second_moments], scalars, stored, block, None, unsigned, writes=False)
+    _, grads, states, scales, scalars, _, book, _, block = arguments
+    return _ratios(grads, states, scales, scalars, book, block) if grads else scalars.new_zeros(0)
 
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
@@ -184,7 +202,7 @@ def step_reference(
         if row is None:
             continue
         stored = [s[i :: len(params)] for s in (states, absmax)]
-        p, update, moments, _ = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
+        p, update, moments = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
         params[i].copy_(row[DECAY] * p - row[LR] * update)
         for k, moment in enumerate(moments):
             if not absmax:
@@ -210,16 +228,32 @@ def norms_reference(
     block: int,
 ) -> Tensor:
     """The definition of `step_norms`, with sums in float64."""
-    result = scalars.new_zeros(len(params), 3)
+    result = scalars.new_zeros(len(params), 2)
     for i, row in enumerate(scalars.tolist()):
         stored = [s[i :: len(params)] for s in (states, absmax)]
-        p, update, moments, g = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
+        p, update, _ = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
         change = (row[DECAY] - 1.0) * p - row[LR] * update
         result[i, 0] = p.double().square().sum()
         result[i, 1] = change.double().square().sum()
-        if not RULES[rule].signed[-1]:
-            floor = torch.tensor(row[EPS]).square()
-            result[i, 2] = (g * g / moments[-1].clamp(min=floor)).double().sum()
+    return result
+
+
+def ratios_reference(
+    grads: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    unsigned: Tensor,
+    block: int,
+) -> Tensor:
+    """The definition of `gradient_ratios`, with sums in float64."""
+    result = scalars.new_zeros(len(grads))
+    for i, row in enumerate(scalars.tolist()):
+        g, v = grads[i].float() * row[GRAD_SCALE], second_moments[i]
+        if absmax:
+            v = dequantize_reference(v, absmax[i], unsigned, block, torch.float32)
+        v = row[BETA2] * v + row[GAIN2] * (g * g)
+        result[i] = (g * g / v.clamp(min=torch.tensor(row[EPS]).square())).double().sum()
     return result
 
 
@@ -237,8 +271,8 @@ def _apply(
     signed: Tensor,
     unsigned: Tensor,
     block: int,
-) -> tuple[Tensor, Tensor, Moments, Tensor]:
-    """Decode and apply the rule: the old parameter, the update, the new moments and the gradient, all in float32."""
+) -> tuple[Tensor, Tensor, Moments]:
+    """Decode and apply the rule: the old parameter, the update and the new moments, all in float32."""
     p, g = param.float(), grad.float() * row[GRAD_SCALE]
     if row[COUPLED] != 0:
         g = g + row[COUPLED] * p
@@ -250,7 +284,7 @@ def _apply(
             for c, a, book in zip(states, absmax, books, strict=True)
         ]
     update, moments = RULES[rule].update(p, g, *moments, row)
-    return p, update, moments, g
+    return p, update, moments
 
 
 def _rows(scalars: Tensor) -> list[Row | None]:
@@ -277,6 +311,8 @@ def _prepare(
     block: int,
     signed: Tensor | None,
     unsigned: Tensor | None,
+    *,
+    writes: bool = True,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor, Tensor, str, int]:
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
@@ -316,13 +352,15 @@ def _prepare(
     flat_states = [s for tensors in states for s in tensors]
     flat_absmax = [a for tensors in absmax or () for a in tensors]
     named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax}
-    check_disjoint(**{f"{name}[{i}]": x for name, tensors in named.items() for i, x in enumerate(tensors)})
+    if writes:
+        check_disjoint(**{f"{name}[{i}]": x for name, tensors in named.items() for i, x in enumerate(tensors)})
     return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, block
 
 
 _step = torch.library.custom_op("trimtab::fused_step", mutates_args=("params", "states", "absmax"))(step_reference)
 _norms = torch.library.custom_op("trimtab::step_norms", mutates_args=())(norms_reference)
 _gradient_norms = torch.library.custom_op("trimtab::gradient_norms", mutates_args=())(gradient_norms_reference)
+_ratios = torch.library.custom_op("trimtab::gradient_ratios", mutates_args=())(ratios_reference)
 
 
 @_norms.register_fake
@@ -337,7 +375,19 @@ def _(
     rule: str,
     block: int,
 ) -> Tensor:
-    return scalars.new_empty(len(params), 3)
+    return scalars.new_empty(len(params), 2)
+
+
+@_ratios.register_fake
+def _(
+    grads: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    unsigned: Tensor,
+    block: int,
+) -> Tensor:
+    return scalars.new_empty(len(grads))
 
 
 @_gradient_norms.register_fake
@@ -347,6 +397,7 @@ def _(grads: Sequence[Tensor]) -> Tensor:
 
 # --- Twins
 
+UPDATE, NORMS, RATIOS = range(3)  # enum class Pass in native.h
 
 def step_native(
     params: Sequence[Tensor],
@@ -359,7 +410,7 @@ def step_native(
     rule: str,
     block: int,
 ) -> None:
-    _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, norms=False)
+    _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, UPDATE)
 
 
 def norms_native(
@@ -373,8 +424,20 @@ def norms_native(
     rule: str,
     block: int,
 ) -> Tensor:
-    sums = _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, norms=True)
-    return torch.tensor(sums, dtype=torch.float32).view(-1, 3)
+    sums = _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, NORMS)
+    return torch.tensor(sums, dtype=torch.float32).view(-1, 2)
+
+
+def ratios_native(
+    grads: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    unsigned: Tensor,
+    block: int,
+) -> Tensor:
+    arguments = (grads, grads, second_moments, absmax, scalars, unsigned, unsigned, "rms", block)
+    return torch.tensor(_call_native(*arguments, RATIOS)[::2], dtype=torch.float32)
 
 
 def gradient_norms_native(grads: Sequence[Tensor]) -> Tensor:
@@ -395,8 +458,7 @@ def _call_native(
     unsigned: Tensor,
     rule: str,
     block: int,
-    *,
-    norms: bool,
+    what: int,
 ) -> list[float]:
     assert backends.native is not None
     return backends.native.step(
@@ -414,7 +476,7 @@ def _call_native(
         signed.numel(),
         unsigned.data_ptr(),
         unsigned.numel(),
-        norms,
+        what,
         torch.get_num_threads(),
     )
 
@@ -426,6 +488,7 @@ def _dtype_codes(tensors: Sequence[Tensor]) -> list[int]:
 if backends.native is not None:
     _step.register_kernel("cpu")(step_native)
     _norms.register_kernel("cpu")(norms_native)
+    _ratios.register_kernel("cpu")(ratios_native)
     _gradient_norms.register_kernel("cpu")(gradient_norms_native)
 
 if backends.triton_missing is None:
@@ -433,4 +496,5 @@ if backends.triton_missing is None:
 
     _step.register_kernel("cuda")(step_triton.step)
     _norms.register_kernel("cuda")(step_triton.norms)
+    _ratios.register_kernel("cuda")(step_triton.ratios)
     _gradient_norms.register_kernel("cuda")(step_triton.gradient_norms)

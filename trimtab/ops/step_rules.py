@@ -69,7 +69,7 @@ def stable_adamw(
 ) -> Tensor:
     """Rule "adamw" with debiased betas, its step shortened to lr / max(1, rms / clip).
 
-    `rms` is `rms_from_norms` of a first pass with the same call (rms left out). The stored moments are the debiased
+    `rms` is `rms_from_ratios` of a first pass with the same call (rms left out). The stored moments are the debiased
     ones. Weight decay follows the full lr, as in the authors' code; `decay_clipped` follows the shortened one, as
     in the paper.
     """
@@ -89,9 +89,9 @@ def stable_adamw(
     )
 
 
-def rms_from_norms(norms: Tensor, numels: Tensor) -> Tensor:
+def rms_from_ratios(ratios: Tensor, numels: Tensor) -> Tensor:
     """RMS_t of each tensor: near 1 while v tracks g², above it when v is out of date. 0 for an empty tensor."""
-    return (norms[:, 2].double() / numels.clamp(min=1)).sqrt()
+    return (ratios.double() / numels.clamp(min=1)).sqrt()
 
 
 def lamb(

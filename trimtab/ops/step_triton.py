@@ -78,11 +78,30 @@ def norms(
     rule: str,
     block: int,
 ) -> Tensor:
-    books, result = _books(signed, unsigned), scalars.new_zeros(len(params), 3)
+    books, result = _books(signed, unsigned), scalars.new_zeros(len(params), 2)
     for group in _groups(params, grads, states, absmax, block, rule):
-        sums = scalars.new_empty(3, group.owner.numel())
-        group.run(_norms_kernel, scalars, books, sums)
+        sums = scalars.new_empty(2, group.owner.numel())
+        group.run(_norms_kernel, scalars, books, sums, RATIOS=False)
         result[group.members] = group.add_up(sums).T
+    return result
+
+
+def ratios(
+    grads: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    absmax: Sequence[Tensor],
+    scalars: Tensor,
+    unsigned: Tensor,
+    block: int,
+) -> Tensor:
+    """The first pass of rule "rms" with the gradients in the parameters' place, where nothing depends on them."""
+    uncoupled = scalars.clone()
+    uncoupled[:, COUPLED.value] = 0
+    books, result = _books(unsigned, unsigned), scalars.new_zeros(len(grads))
+    for group in _groups(grads, grads, second_moments, absmax, block, "rms"):
+        sums = scalars.new_empty(1, group.owner.numel())
+        group.run(_norms_kernel, uncoupled, books, sums, RATIOS=True)
+        result[group.members] = group.add_up(sums)[0]
     return result
 
 
@@ -105,8 +124,9 @@ class _Group:
     block: int
     constants: dict[str, Any]
 
-    def run(self, kernel: Any, *arguments: Tensor) -> None:
-        launch(kernel, (self.owner.numel(),), self.table, self.owner, *arguments, self.block, **self.constants)
+    def run(self, kernel: Any, *arguments: Tensor, **constants: Any) -> None:
+        constants |= self.constants
+        launch(kernel, (self.owner.numel(),), self.table, self.owner, *arguments, self.block, **constants)
 
     def add_up(self, sums: Tensor) -> Tensor:
         """From one column per program to one per tensor: in float64, without atomics."""
@@ -399,27 +419,28 @@ def _norms_kernel(
     MANY: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    RATIOS: tl.constexpr,
 ):
     line_ptr, count, blocks = _locate(table_ptr, owner_ptr, ALIGNED, ROWS)
     row_ptr = scalars_ptr + tl.load(line_ptr + ROW) * WIDTH
     at = (line_ptr, row_ptr, books_ptr, blocks, block, count)
     floor = tl.load(row_ptr + EPS) * tl.load(row_ptr + EPS)
-    squares = tl.zeros((ROWS, TILE), tl.float32)
-    changes = tl.zeros((ROWS, TILE), tl.float32)
-    ratios = tl.zeros((ROWS, TILE), tl.float32)
+    first = tl.zeros((ROWS, TILE), tl.float32)
+    second = tl.zeros((ROWS, TILE), tl.float32)
     for start in range(0, tl.minimum(tl.cast(block, tl.int64), count) if MANY else TILE, TILE):
         p, g, update, moments = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
         _, mask = _cells(at, start, TILE)
-        change = (tl.load(row_ptr + DECAY) - 1.0) * p - tl.load(row_ptr + LR) * update
-        squares += p * p
-        changes += tl.where(mask, change * change, 0.0)
-        if KEEPS & 4:
+        if RATIOS:
             v = moments[2]
-            ratios += tl.where(mask, tl.div_rn(g * g, tl.where(v < floor, floor, v)), 0.0)
+            first += tl.where(mask, tl.div_rn(g * g, tl.where(v < floor, floor, v)), 0.0)
+        else:
+            change = (tl.load(row_ptr + DECAY) - 1.0) * p - tl.load(row_ptr + LR) * update
+            first += p * p
+            second += tl.where(mask, change * change, 0.0)
     out_ptr = sums_ptr + tl.program_id(0)
-    tl.store(out_ptr, tl.sum(squares))
-    tl.store(out_ptr + tl.num_programs(0), tl.sum(changes))
-    tl.store(out_ptr + 2 * tl.num_programs(0), tl.sum(ratios))
+    tl.store(out_ptr, tl.sum(first))
+    if not RATIOS:
+        tl.store(out_ptr + tl.num_programs(0), tl.sum(second))
 
 
 @triton.jit
