@@ -43,7 +43,9 @@ def interleave(candidates: Mapping[str, Callable[[], Any]], rounds: int) -> dict
     return {name: Timing(values) for name, values in seconds.items()}
 
 
-def show(title: str, timings: Mapping[str, Timing], *, baseline: str, megabytes: Mapping[str, float] | None = None) -> None:
+def show(
+    title: str, timings: Mapping[str, Timing], *, baseline: str, megabytes: Mapping[str, float] | None = None
+) -> None:
     """One table; `x baseline` is time over the baseline's time, so smaller is faster."""
     columns = ["best ms", "median ms", f"x {baseline}"] + (["GB/s"] if megabytes else [])
     table = Table(title, *columns, box=None, pad_edge=False, title_justify="left")

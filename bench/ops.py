@@ -8,6 +8,7 @@ Every candidate of a table takes its turn in every round. Peers that are not ins
 (`make bench` installs them).
 """
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,12 +32,7 @@ from trimtab.ops import (
 )
 from trimtab.ops.blockwise import count_blocks
 
-try:
-    import bitsandbytes
-    from bitsandbytes import functional as bnb
-except ImportError:
-    bitsandbytes = None
-    console.print("bitsandbytes is not installed, so its rows are missing; `make bench` installs it\n")
+HAS_PEER = importlib.util.find_spec("bitsandbytes") is not None
 
 Part = Literal["quantize", "step", "gpt2", "int8", "import"]
 BLOCK = 256
@@ -76,6 +72,8 @@ def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | Non
     }
     level = backends.native.level() if backends.native is not None else "none"
     console.print(f"native kernels: {level}; int8 product: {backends.int8_product()[1]}; {threads} threads\n")
+    if not HAS_PEER:
+        console.print("bitsandbytes is not installed, so its rows are missing; `make bench` installs it\n")
     bars = [bar for name, run in parts.items() if only in (None, name) for bar in run()]
     for bar in bars:
         verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
@@ -84,7 +82,7 @@ def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | Non
 
 
 def measure_quantize(count: int, rounds: int) -> list[Bar]:
-    """Traffic: 4 bytes per value on one side, 1 on the other, and the scales."""
+    """Traffic: 4 bytes per value on one side, 1 on the other, and the scales. A fresh result also costs its pages."""
     x, book = torch.randn(count), load_codebook()
     codes, absmax = quantize_blockwise(x, book, block=BLOCK)
     out = torch.empty(count)
@@ -98,7 +96,9 @@ def measure_quantize(count: int, rounds: int) -> list[Bar]:
         "trimtab, out=": lambda: dequantize_blockwise(codes, absmax, book, block=BLOCK, out=out),
         "copy float32, out=": lambda: out.copy_(x),
     }
-    if bitsandbytes is not None:  # which has no out= on the CPU
+    if HAS_PEER:  # which has no out= on the CPU
+        from bitsandbytes import functional as bnb
+
         peer_codes, peer_state = bnb.quantize_blockwise(x, blocksize=BLOCK)
         quantize["bitsandbytes"] = lambda: bnb.quantize_blockwise(x, blocksize=BLOCK)
         dequantize["bitsandbytes"] = lambda: bnb.dequantize_blockwise(peer_codes, peer_state)
@@ -108,8 +108,10 @@ def measure_quantize(count: int, rounds: int) -> list[Bar]:
             candidates["trimtab"]()
         timings = interleave(candidates, rounds)
         traffic = {name: (8 if name.startswith("copy") else 5 + 4 / BLOCK) * count / 1e6 for name in candidates}
-        show(f"{title} {count >> 20}M float32, block {BLOCK}", timings, baseline="copy float32, out=", megabytes=traffic)
-        if bitsandbytes is not None:
+        show(
+            f"{title} {count >> 20}M float32, block {BLOCK}", timings, baseline="copy float32, out=", megabytes=traffic
+        )
+        if HAS_PEER:
             speed = ratio(timings, "bitsandbytes", "trimtab")
             bars.append(Bar(f"{title}, times the speed of bitsandbytes", speed, bar, at_least=True))
     return bars
@@ -168,7 +170,9 @@ def measure_step(title: str, shapes: list[tuple[int, ...]], rounds: int, *, flat
         "trimtab StableAdamW, 8-bit": ours8.stable_adamw,
         "trimtab AdamW, 32-bit": ours32.adamw,
     }
-    if bitsandbytes is not None:
+    if HAS_PEER:
+        import bitsandbytes
+
         peer = bitsandbytes.optim.AdamW8bit(with_gradients(ours8), lr=1e-3)
         candidates["bitsandbytes AdamW8bit"] = peer.step
     if flat:
@@ -199,7 +203,9 @@ def _traffic(model: Model) -> Callable[[], None]:
     return lambda: native.traffic(*(x.data_ptr() for x in tensors), count, quantized, threads)
 
 
-def gpt2_shapes(width: int = 768, depth: int = 12, vocabulary: int = 50_257, context: int = 1024) -> list[tuple[int, ...]]:
+def gpt2_shapes(
+    width: int = 768, depth: int = 12, vocabulary: int = 50_257, context: int = 1024
+) -> list[tuple[int, ...]]:
     norm: list[tuple[int, ...]] = [(width,), (width,)]
     layers = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
     block = [*norm, *norm, *(shape for layer in layers for shape in (layer, layer[1:]))]
@@ -238,7 +244,7 @@ def measure_import(rounds: int) -> list[Bar]:
     """In fresh interpreters, each timing its own import statement."""
 
     def importing(what: str) -> float:
-        code = f"import time; t = time.perf_counter(); import torch; u = time.perf_counter(); {what}; print(time.perf_counter() - u)"
+        code = f"import time, torch; start = time.perf_counter(); {what}; print(time.perf_counter() - start)"
         return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
     importing("import trimtab")  # fills the caches

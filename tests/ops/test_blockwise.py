@@ -155,9 +155,11 @@ def test_the_number_of_threads_changes_nothing(threads):
     try:
         torch.set_num_threads(threads)
         for block in (256, 100_000):
-            codes, absmax = quantize_blockwise(x, SIGNED, block=block)
+            codes, _ = quantize_blockwise(x, SIGNED, block=block)
             assert_same(codes, quantize_reference(x, SIGNED, block)[0])
-        assert_same(dequantize_blockwise(*expected, SIGNED), dequantize_reference(*expected, SIGNED, 256, torch.float32))
+        assert_same(
+            dequantize_blockwise(*expected, SIGNED), dequantize_reference(*expected, SIGNED, 256, torch.float32)
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -174,7 +176,8 @@ def test_a_non_finite_value_makes_its_own_block_nan_and_no_other(bad, block, dty
     for codes, absmax in (quantize_blockwise(x, SIGNED, block=block), quantize_reference(x, SIGNED, block)):
         y = dequantize_blockwise(codes, absmax, SIGNED, block=block)
         assert y[block : 2 * block].isnan().all()
-        assert (y[:block] == 1).all() and (y[2 * block :] == 1).all()
+        assert (y[:block] == 1).all()
+        assert (y[2 * block :] == 1).all()
 
 
 def test_zero_blocks_stay_zero():
@@ -286,7 +289,8 @@ def test_out_gets_the_same_result(dtype):
 def test_tensorwise_is_one_block():
     x = spread(1000, seed(5)).view(10, 100)
     codes, absmax = quantize_tensorwise(x, SIGNED)
-    assert absmax.shape == (1,) and codes.shape == x.shape
+    assert absmax.shape == (1,)
+    assert codes.shape == x.shape
     assert_same(codes, quantize_reference(x, SIGNED, 1000)[0])
     assert dequantize_tensorwise(codes, absmax, SIGNED).shape == x.shape
 
@@ -315,33 +319,35 @@ def _quantize(x: Tensor = SIGNED, book: Tensor = SIGNED, **options: object) -> o
     return quantize_blockwise(x, book, **options)  # type: ignore[arg-type]
 
 
+codes4, scale1 = torch.zeros(4, dtype=torch.uint8), torch.zeros(1)
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "message"),
     [
-        (lambda: _quantize(torch.zeros(4, dtype=torch.int32)), ValueError, "x must be float32 or bfloat16 or float16, got int32"),
-        (lambda: _quantize(torch.zeros(4, dtype=torch.float64)), ValueError, "got float64"),
-        (lambda: _quantize(torch.zeros(4, 4).t()), ValueError, r"x must be contiguous, got shape \(4, 4\) with strides \(1, 4\)"),
-        (lambda: _quantize(torch.zeros(1).expand(4)), ValueError, "contiguous"),
-        (lambda: _quantize(torch.zeros(4).to_sparse()), ValueError, "dense"),
-        (lambda: _quantize([1.0]), TypeError, "x must be a tensor, got list"),
-        (lambda: _quantize(torch.zeros(4, device="meta")), ValueError, "codebook is on cpu but x is on meta"),
-        (lambda: _quantize(book=torch.zeros(257)), ValueError, "codebook must be a vector of 2 to 256"),
-        (lambda: _quantize(book=SIGNED.double()), ValueError, "codebook must be float32, got float64"),
-        (lambda: _quantize(block=0), ValueError, "block must be at least 1, got 0"),
-        (lambda: _quantize(block=2.5), TypeError, "block must be an int, got float"),
-        (lambda: _quantize(out=(torch.zeros(256), torch.zeros(1))), ValueError, "codes must be uint8, got float32"),
-        (lambda: _quantize(out=(torch.zeros(255, dtype=torch.uint8), torch.zeros(1))), ValueError, r"out\[0\] must have shape \(256,\)"),
-        (lambda: _quantize(out=(torch.zeros(256, dtype=torch.uint8), torch.zeros(2))), ValueError, r"absmax must have shape \(1,\) \(one per block of 256\)"),
+        (lambda: _quantize(torch.zeros(4, dtype=torch.int32)), "x must be float32 or bfloat16 or float16, got int32"),
+        (lambda: _quantize(torch.zeros(4, dtype=torch.float64)), "got float64"),
+        (lambda: _quantize(torch.zeros(4, 3).t()), r"contiguous, got shape \(3, 4\) with strides \(1, 3\)"),
+        (lambda: _quantize(torch.zeros(1).expand(4)), "x must be contiguous"),
+        (lambda: _quantize(torch.zeros(4).to_sparse()), "x must be dense"),
+        (lambda: _quantize([1.0]), "x must be a tensor, got list"),
+        (lambda: _quantize(torch.zeros(4, device="meta")), "codebook is on cpu but x is on meta"),
+        (lambda: _quantize(book=torch.zeros(257)), "codebook must be a vector of 2 to 256"),
+        (lambda: _quantize(book=SIGNED.double()), "codebook must be float32, got float64"),
+        (lambda: _quantize(block=0), "block must be at least 1, got 0"),
+        (lambda: _quantize(block=2.5), "block must be an int, got float"),
+        (lambda: _quantize(out=(torch.zeros(256), scale1)), "codes must be uint8, got float32"),
+        (lambda: _quantize(out=(codes4, scale1)), r"out\[0\] must have shape \(256,\)"),
         (
-            lambda: _quantize(SIGNED, out=(SIGNED.view(torch.uint8)[:256], torch.zeros(1))),
-            ValueError,
-            "share memory",
+            lambda: _quantize(torch.zeros(4), out=(codes4, torch.zeros(2))),
+            r"must have shape \(1,\) \(one per block of 256\)",
         ),
-        (lambda: dequantize_blockwise(torch.zeros(4, dtype=torch.int8), torch.zeros(1), SIGNED), ValueError, "codes must be uint8, got int8"),
-        (lambda: dequantize_blockwise(torch.zeros(4, dtype=torch.uint8), torch.zeros(1), SIGNED, dtype=torch.float64), ValueError, "dtype must be float32"),
-        (lambda: dequantize_blockwise(torch.zeros(4, dtype=torch.uint8), torch.zeros(1), SIGNED, out=torch.zeros(5)), ValueError, "out must have shape"),
+        (lambda: _quantize(SIGNED, out=(SIGNED.view(torch.uint8)[:256], scale1)), "share memory"),
+        (lambda: dequantize_blockwise(codes4.view(torch.int8), scale1, SIGNED), "codes must be uint8, got int8"),
+        (lambda: dequantize_blockwise(codes4, scale1, SIGNED, dtype=torch.float64), "dtype must be float32"),
+        (lambda: dequantize_blockwise(codes4, scale1, SIGNED, out=torch.zeros(5)), "out must have shape"),
     ],
-)  # fmt: skip
-def test_bad_input_is_refused_with_what_would_work(call, error, message):
-    with pytest.raises(error, match=message):
+)
+def test_bad_input_is_refused_with_what_would_work(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()

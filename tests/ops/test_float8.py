@@ -25,7 +25,7 @@ def test_rounding_is_to_the_nearest_value_of_the_format(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_values_are_those_of_the_standard(name):
-    largest, mantissa, lowest, smallest = FORMATS[name]
+    largest, _, lowest, smallest = FORMATS[name]
     x = torch.tensor([largest, smallest, smallest * 0.4, 2.0**lowest, -(2.0**lowest), 1.0, 0.0])
     expected = torch.tensor([largest, smallest, 0.0, 2.0**lowest, -(2.0**lowest), 1.0, 0.0])
     torch.testing.assert_close(round_float8_tensorwise(x, name), expected, rtol=1e-6, atol=0)
@@ -50,7 +50,8 @@ def test_a_broken_row_is_nan_and_the_others_are_not():
     x[1, 2] = math.inf
     rounded = round_float8_rowwise(x, "e5m2")
     assert rounded.dtype == torch.bfloat16
-    assert rounded[1].isnan().all() and (rounded[[0, 2]] == 1).all()
+    assert rounded[1].isnan().all()
+    assert (rounded[[0, 2]] == 1).all()
     assert round_float8_tensorwise(x, "e5m2").isnan().all()
 
 

@@ -135,7 +135,9 @@ def relative(got: Tensor, exact: Tensor) -> float:
     return ((got - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize(("inner", "tensor", "row"), [(256, 0.0125, 0.0098), (1024, 0.0148, 0.0110), (4096, 0.0154, 0.0124)])
+@pytest.mark.parametrize(
+    ("inner", "tensor", "row"), [(256, 0.0125, 0.0098), (1024, 0.0148, 0.0110), (4096, 0.0154, 0.0124)]
+)
 def test_forward_errors_are_those_of_the_paper(inner, tensor, row):
     x, w = torch.randn(256, inner, generator=seed(5)), torch.randn(256, inner, generator=seed(6))
     (xq, xs), (wq, ws), (wt, wts) = int8.quantize_rowwise(x), int8.quantize_rowwise(w), int8.quantize_tensorwise(w)
@@ -190,9 +192,15 @@ one = torch.tensor(1.0)
         (lambda: int8.quantize_rowwise(torch.zeros(2, 3, 4)), r"x must be a matrix, got shape \(2, 3, 4\)"),
         (lambda: int8.quantize_rowwise(torch.zeros(4, 3).t()), "contiguous"),
         (lambda: int8.quantize_rowwise(torch.zeros(4, 3, dtype=torch.int8)), "x must be float32"),
-        (lambda: int8.int8_matmul(torch.zeros(2, 3), codes(3, 2), one, one), "a must be an int8 matrix, got torch.float32"),
+        (
+            lambda: int8.int8_matmul(torch.zeros(2, 3), codes(3, 2), one, one),
+            "a must be an int8 matrix, got torch.float32",
+        ),
         (lambda: int8.int8_matmul(codes(2, 3), codes(2, 3), one, one), "inner dimensions differ"),
-        (lambda: int8.int8_matmul(codes(4, 8)[:, ::2], codes(4, 3), one, one), "a must be contiguous or a transposed view"),
+        (
+            lambda: int8.int8_matmul(codes(4, 8)[:, ::2], codes(4, 3), one, one),
+            "a must be contiguous or a transposed view",
+        ),
         (lambda: int8.int8_matmul(codes(2, 3), codes(3, 2), torch.ones(3), one), r"a_absmax must have shape \(2,\)"),
         (lambda: int8.int8_matmul(codes(2, 3), codes(3, 2), one, one.double()), "b_absmax must be float32"),
         (lambda: int8.int8_matmul(codes(2, 3), codes(3, 2), one, one, torch.ones(3)), "bias must have shape"),

@@ -42,7 +42,9 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 class Tensors:
     """Parameters and fresh state of some sizes."""
 
-    def __init__(self, rule: str, sizes: list[int], *, quantized: bool, block: int = 256, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, rule: str, sizes: list[int], *, quantized: bool, block: int = 256, dtype: torch.dtype = torch.float32
+    ):
         generator = seed(0)
         self.rule, self.block, self.quantized = rule, block, quantized
         self.params = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
@@ -226,9 +228,7 @@ def test_ademamix_follows_its_equations():
         torch.testing.assert_close(x.params[0].double(), p, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("clipped", "expected"), [(False, [0.80503169, 1.01050522]), (True, [0.81009377, 1.01671778])]
-)
+@pytest.mark.parametrize(("clipped", "expected"), [(False, [0.80503169, 1.01050522]), (True, [0.81009377, 1.01671778])])
 def test_stable_adamw_gives_the_worked_example(clipped, expected):
     p, m, v = torch.ones(2), torch.zeros(2), torch.zeros(2)
     options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.2, "decay_clipped": clipped}
@@ -289,9 +289,7 @@ def test_the_first_step_is_exact_because_it_uses_the_fresh_moments():
     for x in (narrow, wide):
         x.step([grad], ROWS["adamw"](steps(1)))
     assert_same(narrow.params[0], wide.params[0])
-    assert not torch.equal(
-        dequantize_blockwise(narrow.states[0][0], narrow.absmax[0][0], SIGNED), wide.states[0][0]
-    )
+    assert not torch.equal(dequantize_blockwise(narrow.states[0][0], narrow.absmax[0][0], SIGNED), wide.states[0][0])
 
 
 def _run_adam(quantized: bool, block: int = 256) -> Tensor:
@@ -352,7 +350,12 @@ def test_zero_gradients_do_no_harm():
         x = Tensors(rule, [300], quantized=True)
         before = x.params[0].clone()
         for number in range(1, 4):
-            x.step([torch.zeros(300)], step_rules.rows(steps(number), beta1=0.9, gain1=0.1, beta2=0.99, gain2=0.01, eps=1e-8, lr=1.0, mix_m=1.0))
+            x.step(
+                [torch.zeros(300)],
+                step_rules.rows(
+                    steps(number), beta1=0.9, gain1=0.1, beta2=0.99, gain2=0.01, eps=1e-8, lr=1.0, mix_m=1.0
+                ),
+            )
         assert_same(x.params[0], before)
         assert all((a == 0).all() for group in x.absmax for a in group)
 
@@ -375,7 +378,6 @@ def test_a_nan_gradient_makes_its_parameter_nan_under_every_rule(rule):
 def test_a_non_finite_gradient_is_never_hidden(bad):
     for step in (step_native, step_reference):
         x = Tensors("adamw", [600], quantized=True)
-        before = x.params[0].clone()
         grad = torch.ones(600)
         grad[300] = bad
         step(*x.arguments([grad], ROWS["adamw"](steps(1))))
@@ -384,7 +386,7 @@ def test_a_non_finite_gradient_is_never_hidden(bad):
         assert x.absmax[0][0].isnan().tolist() == [False, True, False]
         step(*x.arguments([torch.ones(600)], ROWS["adamw"](steps(2))))
         assert x.params[0][256:512].isnan().all()
-        assert x.params[0][:256].isfinite().all() and before.isfinite().all()
+        assert x.params[0][:256].isfinite().all()
 
 
 @pytest.mark.parametrize("quantized", [True, False])
@@ -421,7 +423,9 @@ def test_the_ops_are_well_behaved_citizens_of_torch():
     torch.library.opcheck(torch.ops.trimtab.fused_step.default, arguments)
     torch.library.opcheck(torch.ops.trimtab.step_norms.default, arguments)
     torch.library.opcheck(torch.ops.trimtab.gradient_norms.default, ([torch.ones(300)],))
-    torch.library.opcheck(torch.ops.trimtab.gradient_ratios.default, x.ratio_arguments([torch.ones(300)], ROWS["adamw"](steps(1))))
+    torch.library.opcheck(
+        torch.ops.trimtab.gradient_ratios.default, x.ratio_arguments([torch.ones(300)], ROWS["adamw"](steps(1)))
+    )
 
 
 def test_empty_calls_do_nothing():
@@ -451,7 +455,10 @@ shared = torch.zeros(300)
         ({"states": [[]]}, r"rule 'adamw' needs states as 2 lists of 1 tensors, got lists of lengths \[0\]"),
         ({"grads": [torch.ones(299)]}, r"grads\[0\] must have shape \(300,\)"),
         ({"grads": [torch.ones(600)[::2]]}, r"grads\[0\] must be contiguous"),
-        ({"grads": [torch.ones(300, dtype=torch.float64)]}, r"grads\[0\] must be float32 or bfloat16 or float16, got float64"),
+        (
+            {"grads": [torch.ones(300, dtype=torch.float64)]},
+            r"grads\[0\] must be float32 or bfloat16 or float16, got float64",
+        ),
         ({"params": [torch.ones(300, device="meta")]}, "is on"),
         ({"absmax": None}, r"states\[0\]\[0\] must be float32, got uint8"),
         ({"block": 64}, r"absmax\[0\]\[0\] must have shape \(5,\) \(one per block of 64\)"),

@@ -4,6 +4,7 @@
 Importing Triton takes half a second, so it happens only where there is a GPU to run it.
 """
 
+import importlib
 import importlib.util
 import platform
 import shutil
@@ -18,18 +19,14 @@ from torch import Tensor
 
 Backend = Literal["reference", "native", "triton"]
 
-_native: ModuleType | None
-native_missing: str | None
+native: ModuleType | None = None
+native_missing: str | None = None
 try:
-    from trimtab.ops import _native
-
-    native_missing = None
+    native = importlib.import_module("trimtab.ops._native")
 except ImportError as error:
-    _native = None
     native_missing = f"not built ({error})"
-    if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         native_missing = "not built: no C++ compiler was found; install g++ and reinstall trimtab"
-native = _native
 
 triton_missing: str | None = None
 if importlib.util.find_spec("triton") is None:
@@ -39,6 +36,9 @@ elif not torch.cuda.is_available():
 
 # What the native module calls the dtypes.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# From this many bytes on, memory comes fresh from the system and not from the allocator's stock.
+HUGE = 4 << 20
 
 # The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
 OPS: dict[str, tuple[Backend, ...]] = {
@@ -69,7 +69,7 @@ def served() -> list[Served]:
     rows = []
     for op, kernels in OPS.items():
         backend: Backend = "native" if native is not None and "native" in kernels else "reference"
-        reason = native_missing or f"{native.level()} kernels" if native is not None or native_missing else ""
+        reason = f"{native.level()} kernels" if native is not None else str(native_missing)
         if op == "int8_matmul":
             product, reason = int8_product()
             backend = "reference" if product == "reference" else "native"
@@ -93,6 +93,14 @@ def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
             return _fallback("torch._int_mm gives wrong sums on this CPU")
         return "onednn", "torch._int_mm (oneDNN with VNNI)"
     return _fallback("no VNNI, so torch._int_mm would be slow")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A fresh CPU tensor for a native kernel's result, on large pages if it is large and the system has them."""
+    out = torch.empty(shape, dtype=dtype)
+    if native is not None and out.nbytes >= HUGE:
+        native.prefer_huge_pages(out.data_ptr(), out.nbytes)
+    return out
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:

@@ -84,7 +84,9 @@ def quantize_tensorwise(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_blockwise(x, codebook, block=max(1, x.numel()))
 
 
-def dequantize_tensorwise(codes: Tensor, absmax: Tensor, codebook: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_tensorwise(
+    codes: Tensor, absmax: Tensor, codebook: Tensor, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return dequantize_blockwise(codes, absmax, codebook, block=max(1, codes.numel()), dtype=dtype)
 
 
@@ -118,11 +120,6 @@ def _check_stored(codes: Tensor, absmax: Tensor, block: int) -> None:
     check_shape("absmax", absmax, (blocks,), f"one per block of {block}")
 
 
-def _empty_stored(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    absmax = x.new_empty(count_blocks(x.numel(), block), dtype=torch.float32)
-    return torch.empty_like(x, dtype=torch.uint8), absmax
-
-
 def _quantize_out_reference(x: Tensor, codebook: Tensor, block: int, codes: Tensor, absmax: Tensor) -> None:
     for target, value in zip((codes, absmax), quantize_reference(x, codebook, block), strict=True):
         target.copy_(value)
@@ -144,7 +141,8 @@ _dequantize_out = torch.library.custom_op("trimtab::dequantize_blockwise_out", m
 
 @_quantize.register_fake
 def _(x: Tensor, codebook: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    return _empty_stored(x, block)
+    absmax = x.new_empty(count_blocks(x.numel(), block), dtype=torch.float32)
+    return torch.empty_like(x, dtype=torch.uint8), absmax
 
 
 @_dequantize.register_fake
@@ -156,7 +154,8 @@ def _(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, dtype: torch.
 
 
 def quantize_native(x: Tensor, codebook: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    codes, absmax = _empty_stored(x, block)
+    codes = backends.empty(x.shape, torch.uint8)
+    absmax = torch.empty(count_blocks(x.numel(), block), dtype=torch.float32)
     quantize_out_native(x, codebook, block, codes, absmax)
     return codes, absmax
 
@@ -177,7 +176,7 @@ def quantize_out_native(x: Tensor, codebook: Tensor, block: int, codes: Tensor, 
 
 
 def dequantize_native(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    out = torch.empty_like(codes, dtype=dtype)
+    out = backends.empty(codes.shape, dtype)
     dequantize_out_native(codes, absmax, codebook, block, out)
     return out
 

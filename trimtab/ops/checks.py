@@ -5,6 +5,7 @@ a hidden copy would double the memory that these ops exist to save.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def check_same_device(**tensors: Tensor) -> None:
     for name, x in others:
         if x.device != reference.device:
             raise ValueError(
-                f"{name} is on {x.device} but {first} is on {reference.device}; move it with .to({str(reference.device)!r})"
+                f"{name} is on {x.device} but {first} is on {reference.device}; "
+                f"move it with .to({str(reference.device)!r})"
             )
 
 
@@ -60,8 +62,11 @@ def check_block(block: int) -> None:
 
 def check_disjoint(**tensors: Tensor) -> None:
     """No two tensors share memory. Sorting the byte ranges finds an overlap between neighbours."""
-    ranges = sorted((x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), name)
-                    for name, x in tensors.items() if x.numel() and x.device.type != "meta")
-    for (_, end, name), (start, _, other) in zip(ranges, ranges[1:], strict=False):
+    ranges = sorted(
+        (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), name)
+        for name, x in tensors.items()
+        if x.numel() and x.device.type != "meta"
+    )
+    for (_, end, name), (start, _, other) in pairwise(ranges):
         if start < end:
             raise ValueError(f"{name} and {other} share memory; give each its own tensor")

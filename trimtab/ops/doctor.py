@@ -106,17 +106,17 @@ def _dequantize(device: str) -> bool:
 def _step(device: str, *, norms: bool) -> bool:
     """One AdamW step with 8-bit state from zero, by the op and by the reference."""
     p, g = _values(device), _values(device).flip(0)
-    books = [load_codebook(signed=signed).to(device) for signed in (True, False)]
+    signed, unsigned = load_codebook().to(device), load_codebook(signed=False).to(device)
     codes = [torch.full_like(p, zero, dtype=torch.uint8) for zero in (127, 0)]
     absmax = [torch.zeros(4, device=device) for _ in codes]
     row = step_rules.adamw(torch.ones(1, device=device), lr=0.1)
     mine, theirs = ([x.clone() for x in (p, *codes, *absmax)] for _ in range(2))
-    expected = step.norms_reference([p], [g], codes, absmax, row, *books, "adamw", 256)
+    expected = step.norms_reference([p], [g], codes, absmax, row, signed, unsigned, "adamw", 256)
     if norms:
         sums = step.step_norms("adamw", [p], [g], [[c] for c in codes], row, absmax=[[a] for a in absmax])
         return torch.allclose(sums, expected, rtol=1e-5)
     step.fused_step("adamw", mine[:1], [g], [[c] for c in mine[1:3]], row, absmax=[[a] for a in mine[3:]])
-    step.step_reference(theirs[:1], [g], theirs[1:3], theirs[3:], row, *books, "adamw", 256)
+    step.step_reference(theirs[:1], [g], theirs[1:3], theirs[3:], row, signed, unsigned, "adamw", 256)
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -141,7 +141,10 @@ def _quantize_int8(device: str) -> bool:
 
 
 def _int8_matmul(device: str) -> bool:
-    a, b = int8.quantize_rowwise(_values(device).view(20, 50)), int8.quantize_rowwise(_values(device).view(20, 50).flip(0))
+    a, b = (
+        int8.quantize_rowwise(_values(device).view(20, 50)),
+        int8.quantize_rowwise(_values(device).view(20, 50).flip(0)),
+    )
     operands = (a[0], b[0].t(), a[1], b[1])
     expected = int8.matmul_reference(*operands, None, torch.float32)
     return torch.allclose(int8.int8_matmul(*operands), expected, rtol=1e-6)

@@ -138,6 +138,7 @@ static void pack(const Operand& x, int64_t first, int width, int16_t* packed) {
 
 static void tile(const int16_t* a, const int16_t* b, int64_t pairs, vi total[TILE_ROWS][2]) {
   vi sums[TILE_ROWS][2] = {};
+#pragma GCC unroll 4
   for (int64_t k = 0; k < pairs; k++) {
     const vi left = load<vi>(b + k * 2 * TILE_COLUMNS), right = load<vi>(b + k * 2 * TILE_COLUMNS + 2 * W);
 #pragma GCC unroll 6

@@ -69,18 +69,29 @@ def int8_matmul(
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be an int8 matrix, got {got}; quantize_rowwise() makes one")
         if not (x.is_contiguous() or x.t().is_contiguous()):
-            raise ValueError(f"{name} must be contiguous or a transposed view, got strides {x.stride()}; call .contiguous()")
+            raise ValueError(
+                f"{name} must be contiguous or a transposed view, got strides {x.stride()}; call .contiguous()"
+            )
     (rows, inner), (inner_b, columns) = a.shape, b.shape
     if inner != inner_b:
-        raise ValueError(f"inner dimensions differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}; transpose one of them")
+        raise ValueError(
+            f"inner dimensions differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}; transpose one of them"
+        )
     if inner > MAX_INNER:
-        raise ValueError(f"an inner dimension of {inner} could overflow int32; split it into parts of at most {MAX_INNER}")
+        raise ValueError(
+            f"an inner dimension of {inner} could overflow int32; split it into parts of at most {MAX_INNER}"
+        )
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     for name, x, size in (("a_absmax", a_absmax, rows), ("b_absmax", b_absmax, columns)):
         check_tensor(name, x, dtypes=(torch.float32,))
         if x.dim():
-            check_shape(name, x, (size,), "one per row of a, or a scalar" if name[0] == "a" else "one per column of b, or a scalar")
+            check_shape(
+                name,
+                x,
+                (size,),
+                "one per row of a, or a scalar" if name[0] == "a" else "one per column of b, or a scalar",
+            )
     if bias is not None:
         check_tensor("bias", bias, dtypes=FLOATS)
         check_shape("bias", bias, (columns,), "one per column of b")
@@ -106,7 +117,7 @@ def matmul_reference(
 
 
 def int_matmul_reference(a: Tensor, b: Tensor) -> Tensor:
-    """The exact int32 product, by float32 products short enough (1040 terms) that every sum is a whole number below 2^24."""
+    """The exact int32 product, by float32 products so short (1040 terms) that every sum is whole and below 2^24."""
     exact = 2**24 // 127**2
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32, device=a.device)
     for start in range(0, a.shape[1], exact):
@@ -149,7 +160,7 @@ def _(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | N
 def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     assert backends.native is not None
     rows, columns = x.shape
-    codes = torch.empty_like(x, dtype=torch.int8)
+    codes = backends.empty(x.shape, torch.int8)
     if x.numel() == 0:
         return codes, x.new_zeros(x.shape[1 - dim], dtype=torch.float32)
     absmax = x.new_empty(x.shape[1 - dim], dtype=torch.float32)
@@ -176,8 +187,14 @@ def matmul_native(
         return matmul_reference(a, b, a_absmax, b_absmax, bias, dtype)
     row, column = a_absmax / 127, b_absmax / 127
     bias = None if bias is None else bias.float()
-    out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-    scales = (row.data_ptr(), row.dim() == 0, column.data_ptr(), column.dim() == 0, 0 if bias is None else bias.data_ptr())
+    out = backends.empty((a.shape[0], b.shape[1]), dtype)
+    scales = (
+        row.data_ptr(),
+        row.dim() == 0,
+        column.data_ptr(),
+        column.dim() == 0,
+        0 if bias is None else bias.data_ptr(),
+    )
     rest = (*scales, out.data_ptr(), backends.DTYPE_CODES[dtype], torch.get_num_threads())
     if product == "onednn":
         total = torch._int_mm(a, b)

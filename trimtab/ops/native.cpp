@@ -3,6 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -89,6 +93,15 @@ Codebook open_codebook(Address values, int count) {
   book.midpoints[count - 1] = INFINITY;
   book.kind = recognise(book.values, count);
   return book;
+}
+
+// Ask for large pages under a fresh result: clearing a page at a time can take five times as long as the kernel that fills
+// it. Only a request; where the system has no such thing, nothing happens.
+void prefer_huge_pages([[maybe_unused]] Address start, [[maybe_unused]] int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const Address page = 4096, first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
+  if (last > first) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
 }
 
 // --- Entry points. Checks are Python's; these only unpack. The interpreter goes on while they run.
@@ -201,6 +214,7 @@ NB_MODULE(_native, m) {
   m.def("set_level", &set_level);
   m.def("has_matmul", [] { return active->matmul != nullptr; });
   m.def("has_closed_form", [](Address values, int count) { return recognise((const float*)values, count) != Codebook::any; });
+  m.def("prefer_huge_pages", &prefer_huge_pages);
   m.def("quantize", &quantize);
   m.def("dequantize", &dequantize);
   m.def("step", &step);

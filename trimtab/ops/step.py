@@ -52,7 +52,9 @@ SCALARS = (
     "mix_m",  # how much of m, and of g (or the slow average), the update is made of
     "mix_g",
 )
-GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G = range(len(SCALARS))
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G = range(
+    len(SCALARS)
+)
 
 Row = list[float]
 Moments = tuple[Tensor, ...]
@@ -197,23 +199,23 @@ def step_reference(
     rule: str,
     block: int,
 ) -> None:
-    """The definition, one tensor after the other. `states` and `absmax` are flat: all of the first state, then the next."""
+    """The definition, tensor by tensor. `states` and `absmax` are flat: all of the first state, then the next."""
     for i, row in enumerate(_rows(scalars)):
         if row is None:
             continue
-        stored = [s[i :: len(params)] for s in (states, absmax)]
-        p, update, moments = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
+        mine, scales = states[i :: len(params)], absmax[i :: len(params)]
+        p, update, moments = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, block)
         params[i].copy_(row[DECAY] * p - row[LR] * update)
         for k, moment in enumerate(moments):
             if not absmax:
-                stored[0][k].copy_(moment)
+                mine[k].copy_(moment)
                 continue
             is_signed = RULES[rule].signed[k]
             codes, scale = quantize_reference(moment, signed if is_signed else unsigned, block)
             if not is_signed:
                 codes = torch.where((moment > 0) & (codes == 0) & ~_broken(scale, moment, block), 1, codes)
-            stored[0][k].copy_(codes)
-            stored[1][k].copy_(scale)
+            mine[k].copy_(codes)
+            scales[k].copy_(scale)
 
 
 def norms_reference(
@@ -230,8 +232,8 @@ def norms_reference(
     """The definition of `step_norms`, with sums in float64."""
     result = scalars.new_zeros(len(params), 2)
     for i, row in enumerate(scalars.tolist()):
-        stored = [s[i :: len(params)] for s in (states, absmax)]
-        p, update, _ = _apply(rule, params[i], grads[i], *stored, row, signed, unsigned, block)
+        mine, scales = states[i :: len(params)], absmax[i :: len(params)]
+        p, update, _ = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, block)
         change = (row[DECAY] - 1.0) * p - row[LR] * update
         result[i, 0] = p.double().square().sum()
         result[i, 1] = change.double().square().sum()
@@ -322,7 +324,9 @@ def _prepare(
     for name, value in lists.items():
         if len(value) != wanted or any(len(tensors) != count for tensors in value):
             got = [len(tensors) for tensors in value]
-            raise ValueError(f"rule {rule!r} needs {name} as {wanted} lists of {count} tensors, got lists of lengths {got}")
+            raise ValueError(
+                f"rule {rule!r} needs {name} as {wanted} lists of {count} tensors, got lists of lengths {got}"
+            )
     if len(grads) != count:
         raise ValueError(f"got {count} params but {len(grads)} grads; leave out parameters without a gradient")
     check_tensor("scalars", scalars, dtypes=(torch.float32,))
@@ -332,28 +336,26 @@ def _prepare(
     unsigned = load_codebook(signed=False).to(device) if unsigned is None else unsigned
     check_codebook(signed)
     check_codebook(unsigned)
-    if count:
-        check_same_device(**{"params[0]": params[0]}, scalars=scalars, signed=signed, unsigned=unsigned)
+    stored = (torch.float32 if absmax is None else torch.uint8,)
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         check_tensor(f"params[{i}]", p, dtypes=FLOATS)
         check_tensor(f"grads[{i}]", g, dtypes=FLOATS)
-        check_shape(f"grads[{i}]", g, p.shape, f"that of params[{i}]")
-        check_same_device(**{"params[0]": params[0], f"params[{i}]": p, f"grads[{i}]": g})
+        check_shape(f"grads[{i}]", g, p.shape, "that of its parameter")
         for k in range(wanted):
-            s = states[k][i]
-            check_tensor(f"states[{k}][{i}]", s, dtypes=(torch.float32 if absmax is None else torch.uint8,))
-            check_shape(f"states[{k}][{i}]", s, p.shape, f"that of params[{i}]")
-            check_same_device(**{"params[0]": params[0], f"states[{k}][{i}]": s})
+            check_tensor(f"states[{k}][{i}]", states[k][i], dtypes=stored)
+            check_shape(f"states[{k}][{i}]", states[k][i], p.shape, "that of its parameter")
             if absmax is not None:
-                a = absmax[k][i]
-                check_tensor(f"absmax[{k}][{i}]", a, dtypes=(torch.float32,))
-                check_shape(f"absmax[{k}][{i}]", a, (count_blocks(p.numel(), block),), f"one per block of {block}")
-                check_same_device(**{"params[0]": params[0], f"absmax[{k}][{i}]": a})
+                blocks = (count_blocks(p.numel(), block),)
+                check_tensor(f"absmax[{k}][{i}]", absmax[k][i], dtypes=(torch.float32,))
+                check_shape(f"absmax[{k}][{i}]", absmax[k][i], blocks, f"one per block of {block}")
     flat_states = [s for tensors in states for s in tensors]
     flat_absmax = [a for tensors in absmax or () for a in tensors]
     named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax}
+    tensors = {f"{name}[{i}]": x for name, group in named.items() for i, x in enumerate(group)}
+    if count:
+        check_same_device(**tensors, scalars=scalars, signed=signed, unsigned=unsigned)
     if writes:
-        check_disjoint(**{f"{name}[{i}]": x for name, tensors in named.items() for i, x in enumerate(tensors)})
+        check_disjoint(**tensors)
     return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, block
 
 
@@ -398,6 +400,7 @@ def _(grads: Sequence[Tensor]) -> Tensor:
 # --- Twins
 
 UPDATE, NORMS, RATIOS = range(3)  # enum class Pass in native.h
+
 
 def step_native(
     params: Sequence[Tensor],

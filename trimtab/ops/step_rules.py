@@ -15,7 +15,7 @@ from trimtab.ops.step import SCALARS
 Number = float | Tensor
 
 # Neutral: the gradient as it is, no decay, nothing remembered.
-_DEFAULTS: dict[str, float] = {name: 0.0 for name in SCALARS} | {"grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
+_DEFAULTS: dict[str, float] = dict.fromkeys(SCALARS, 0.0) | {"grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
 
 
 def rows(steps: Tensor, **columns: Number) -> Tensor:
@@ -24,8 +24,9 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
     if unknown:
         raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
     full = _DEFAULTS | columns
-    like = {"dtype": torch.float64, "device": steps.device}
-    values = [torch.as_tensor(full[name], **like).expand(steps.shape) for name in SCALARS]
+    values = [
+        torch.as_tensor(full[name], dtype=torch.float64, device=steps.device).expand(steps.shape) for name in SCALARS
+    ]
     return torch.stack(values, dim=1).float()
 
 

@@ -1,0 +1,134 @@
+"""The house keeps its order: imports point one way, the README's tree is true, importing is quick, forking is safe."""
+
+import ast
+import multiprocessing
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import trimtab
+from trimtab.ops import load_codebook, quantize_blockwise
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trimtab"
+
+# Who may import whom. A room may always import itself. `cli` is the top, `ops` the ground.
+ALLOWED = {
+    "cli": {"lab", "train", "recipes", "ops"},
+    "lab": {"train", "recipes"},
+    "recipes": {"train", "nn", "optim", "data", "schedule"},
+    "train": {"nn", "optim", "data", "watch", "schedule"},
+    "hosts": {"nn", "optim", "data", "watch", "schedule"},
+    "watch": {"nn.tap", "ops"},
+    "nn": {"ops"},
+    "optim": {"ops"},
+    "ops": set(),
+    "schedule": set(),
+    "data": set(),
+    "__main__": {"cli"},
+    "__init__": {"ops", "nn", "optim", "watch", "schedule"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports, without the leading `trimtab.`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where they point"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("trimtab.") for name in found if name.startswith("trimtab.")}
+
+
+def violations(package: Path) -> list[str]:
+    wrong = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        allowed = ALLOWED[room] | {room}
+        for name in sorted(imports(path)):
+            if not any(name == other or name.startswith(f"{other}.") for other in allowed):
+                wrong.append(f"{path.relative_to(package)} imports {name}")
+    return wrong
+
+
+def test_imports_point_one_way():
+    assert violations(PACKAGE) == []
+
+
+def test_a_wrong_import_would_be_found(tmp_path):
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "bad.py").write_text("from trimtab.optim import AdamW\n")
+    (tmp_path / "cli.py").write_text("from trimtab.ops.doctor import examine\n")
+    assert violations(tmp_path) == ["ops/bad.py imports optim.AdamW"]
+
+
+def test_there_is_no_room_for_homeless_functions():
+    homeless = {"utils", "common", "core", "helpers", "misc"}
+    assert not {path.stem for path in PACKAGE.rglob("*")} & homeless
+
+
+def printed_tree() -> list[str]:
+    """The paths in the README's tree, from their indentation."""
+    block = re.search(r"```\n(trimtab/\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block, "the README has lost its tree"
+    paths: list[str] = []
+    parents: list[str] = []
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        parents[depth:] = [name]
+        paths.append("".join(parents))
+    return paths
+
+
+def test_the_tree_in_the_readme_is_true():
+    listed = printed_tree()
+    missing = [path for path in listed if not (ROOT / path).exists()]
+    assert not missing, f"in the README but not on disk: {missing}"
+    tracked = subprocess.run(["git", "ls-files", "trimtab"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    unlisted = [path for path in tracked if path not in listed and not path.endswith(("py.typed",))]
+    assert not unlisted, f"on disk but not in the README: {unlisted}"
+
+
+def test_versions_agree():
+    assert f'version = "{trimtab.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_importing_adds_little_to_torch():
+    # The promise is 0.15 s; bench.ops measures it. A loaded machine may be slow, but never by a factor of four.
+    code = "import time, torch; t = time.perf_counter(); import trimtab; print(time.perf_counter() - t)"
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert min(float(run.stdout) for run in runs) < 0.6
+
+
+def test_importing_does_not_load_triton_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, so Triton is wanted")
+    code = "import sys, trimtab; print('triton' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def _quantize_in_child(queue: "multiprocessing.Queue[int]") -> None:
+    torch.set_num_threads(2)
+    codes, _ = quantize_blockwise(torch.ones(200_000), load_codebook())
+    queue.put(int(codes.min()))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+def test_kernels_work_in_a_forked_child():
+    # The parent's threads do not exist there; a data loader's workers are such children.
+    quantize_blockwise(torch.ones(200_000), load_codebook())
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_quantize_in_child, args=(queue,))
+    child.start()
+    assert queue.get(timeout=30) == 255
+    child.join(timeout=30)
+    assert child.exitcode == 0
