@@ -115,20 +115,25 @@ def test_importing_does_not_load_triton_without_a_gpu():
     assert run.stdout.strip() == "False"
 
 
-def _quantize_in_child(queue: "multiprocessing.Queue[int]") -> None:
+def _quantize_in_child(x: torch.Tensor, queue: "multiprocessing.Queue[list[int]]") -> None:
+    # Only our kernel runs on several threads here: PyTorch's own OpenMP hangs in a child whose parent has used it.
     torch.set_num_threads(2)
-    codes, _ = quantize_blockwise(torch.ones(200_000), load_codebook())
-    queue.put(int(codes.min()))
+    codes, _ = quantize_blockwise(x, load_codebook())
+    queue.put(codes[:2].tolist())
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_kernels_work_in_a_forked_child():
     # The parent's threads do not exist there; a data loader's workers are such children.
-    quantize_blockwise(torch.ones(200_000), load_codebook())
+    x = torch.ones(200_000)
+    quantize_blockwise(x, load_codebook())
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_quantize_in_child, args=(queue,))
+    child = context.Process(target=_quantize_in_child, args=(x, queue), daemon=True)
     child.start()
-    assert queue.get(timeout=30) == 255
-    child.join(timeout=30)
-    assert child.exitcode == 0
+    try:
+        assert queue.get(timeout=30) == [255, 255]
+        child.join(timeout=30)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
