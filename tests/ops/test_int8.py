@@ -88,7 +88,7 @@ def test_native_products_match_the_reference_exactly(level, shape, dtype):
         for right in (b, b.t().contiguous().t()):
             for scales in ((row, column, bias), (row[0], column, None), (row, column[0], bias.to(dtype))):
                 expected = int8.matmul_reference(left, right, *scales, dtype)
-                assert_same(int8.matmul_native(left, right, *scales, dtype), expected)
+                assert_same(int8.matmul_cpu(left, right, *scales, dtype), expected)
 
 
 def test_extreme_sums_are_exact(level):
@@ -118,6 +118,18 @@ def test_empty_products_have_the_right_shape(rows, inner, columns):
     bias = torch.arange(float(columns))
     got = int8.int8_matmul(codes(rows, inner), codes(inner, columns), torch.zeros(rows), torch.zeros(columns), bias)
     assert_same(got, bias.expand(rows, columns).contiguous())
+
+
+@pytest.mark.parametrize("product", ["onednn", "reference"])
+@pytest.mark.parametrize("has_native", [True, False])
+def test_every_way_to_multiply_gives_the_same(monkeypatch, product, has_native):
+    # oneDNN's product is exact without VNNI too, only slow.
+    monkeypatch.setattr(backends, "int8_product", lambda: (product, "by order of the test"))
+    if not has_native:
+        monkeypatch.setattr(backends, "native", None)
+    a, b, row, column, bias = codes(20, 70), codes(70, 30, 1), torch.rand(20), torch.rand(30), torch.rand(30)
+    expected = int8.matmul_reference(a, b, row, column, bias, torch.float32)
+    assert_same(int8.int8_matmul(a, b, row, column, bias), expected)
 
 
 def test_who_multiplies_is_said_and_is_exact():

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Backend = Literal["reference", "native", "triton"]
+Backend = Literal["reference", "native", "onednn", "triton"]
 
 native: ModuleType | None = None
 native_missing: str | None = None
@@ -71,8 +71,7 @@ def served() -> list[Served]:
         backend: Backend = "native" if native is not None and "native" in kernels else "reference"
         reason = f"{native.level()} kernels" if native is not None else str(native_missing)
         if op == "int8_matmul":
-            product, reason = int8_product()
-            backend = "reference" if product == "reference" else "native"
+            backend, reason = int8_product()
         if kernels == ("reference",):
             reason = "simulated; plain PyTorch is its only form"
         rows.append(Served(op, "cpu", backend, reason))

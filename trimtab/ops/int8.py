@@ -177,14 +177,15 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return codes, absmax
 
 
-def matmul_native(
+def matmul_cpu(
     a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product by oneDNN and the rescale by ours, or both in one kernel of ours."""
-    assert backends.native is not None
+    """The product by oneDNN and the rescale by ours, or both in one kernel of ours, or the reference."""
     product, _ = backends.int8_product()
     if product == "reference" or 0 in (*a.shape, *b.shape):
         return matmul_reference(a, b, a_absmax, b_absmax, bias, dtype)
+    if backends.native is None:
+        return rescale_reference(torch._int_mm(a, b), a_absmax, b_absmax, bias, dtype)
     row, column = a_absmax / 127, b_absmax / 127
     bias = None if bias is None else bias.float()
     out = backends.empty((a.shape[0], b.shape[1]), dtype)
@@ -208,7 +209,7 @@ def matmul_native(
 
 if backends.native is not None:
     _quantize.register_kernel("cpu")(quantize_native)
-    _matmul.register_kernel("cpu")(matmul_native)
+_matmul.register_kernel("cpu")(matmul_cpu)
 
 if backends.triton_missing is None:
     from trimtab.ops import int8_triton

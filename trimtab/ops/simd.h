@@ -192,6 +192,12 @@ INLINE vh to_bfloat16(vf x) {
   return __builtin_convertvector(x == x ? rounded : splat(0x7fc0), vh);
 }
 
+#if defined(__aarch64__)
+typedef __fp16 half;
+#else
+typedef _Float16 half;
+#endif
+
 INLINE vf from_float16(vh x) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps((__m256i)x);
@@ -200,7 +206,7 @@ INLINE vf from_float16(vh x) {
 #else
   vf y;
   for (int l = 0; l < W; l++) {
-    _Float16 h;
+    half h;
     uint16_t b = x[l];
     memcpy(&h, &b, 2);
     y[l] = (float)h;
@@ -216,7 +222,7 @@ INLINE vh to_float16(vf x) {
 #else
   vh y;
   for (int l = 0; l < W; l++) {
-    _Float16 h = (_Float16)x[l];
+    half h = (half)x[l];
     uint16_t b;
     memcpy(&b, &h, 2);
     y[l] = b;
