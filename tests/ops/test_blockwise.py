@@ -1,6 +1,9 @@
 """Block-wise quantization: the definition, its anchors, its properties, and the kernels against it."""
 
 import math
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -162,6 +165,69 @@ def test_the_number_of_threads_changes_nothing(threads):
         )
     finally:
         torch.set_num_threads(before)
+
+
+def test_tables_of_different_calls_and_threads_stay_apart(level):
+    codes, absmax = torch.arange(256, dtype=torch.uint8), torch.ones(1)
+    got: list[Tensor] = []
+
+    def decode(book: Tensor) -> None:
+        got.append(dequantize_blockwise(codes, absmax, book))
+
+    for book in (UNSIGNED, SIGNED, BOOKS["linear"], UNSIGNED):
+        thread = threading.Thread(target=decode, args=(book,))
+        thread.start()
+        thread.join()
+        assert_same(got[-1], book)
+
+
+@pytest.mark.parametrize("block", [10**6, 2**40, 2**63 - 1])
+def test_a_block_longer_than_the_tensor_is_one_block(block):
+    x = spread(100, seed(9))
+    codes, absmax = quantize_blockwise(x, SIGNED, block=block)
+    assert_same(codes, quantize_reference(x, SIGNED, 100)[0])
+    assert_same(dequantize_blockwise(codes, absmax, SIGNED, block=block), dequantize_blockwise(codes, absmax, SIGNED))
+
+
+def test_a_code_beyond_a_short_codebook_is_nan():
+    codes = torch.tensor([0, 2, 3, 255], dtype=torch.uint8)
+    y = dequantize_native(codes, torch.ones(1), torch.tensor([-1.0, 0.0, 1.0]), 4, torch.float32)
+    assert_same(y, torch.tensor([-1.0, 1.0, math.nan, math.nan]))
+
+
+def test_the_tables_do_not_take_on_the_callers_context():
+    code = (
+        "import torch; from trimtab.ops import *\n"
+        "with torch.device('meta'), torch.inference_mode(): assert load_codebook().device.type == 'cpu'\n"
+        "assert not load_codebook().is_inference()\n"
+        "with torch.device('meta'): codes, _ = quantize_blockwise(torch.ones(300, device='cpu'), load_codebook())\n"
+        "assert codes.tolist() == [255] * 300\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_small_stacks_are_enough():
+    before, threads = threading.stack_size(128 << 10), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        x = torch.ones(200_000, dtype=torch.bfloat16)
+        thread = threading.Thread(target=lambda: quantize_blockwise(x, SIGNED))
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(before)
+        torch.set_num_threads(threads)
+
+
+def test_compiled_code_calls_the_ops_without_a_graph_break():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def there_and_back(x: Tensor, codes: Tensor, absmax: Tensor) -> Tensor:
+        quantize_blockwise(x, SIGNED, out=(codes, absmax))
+        return dequantize_blockwise(codes, absmax, SIGNED)
+
+    x = spread(1000, seed(10))
+    got = there_and_back(x, torch.zeros(1000, dtype=torch.uint8), torch.zeros(4))
+    assert_same(got, dequantize_blockwise(*quantize_blockwise(x, SIGNED), SIGNED))
 
 
 # --- NaN, Inf, zeros, extremes
@@ -334,6 +400,12 @@ codes4, scale1 = torch.zeros(4, dtype=torch.uint8), torch.zeros(1)
         (lambda: _quantize(torch.zeros(4, device="meta")), "codebook is on cpu but x is on meta"),
         (lambda: _quantize(book=torch.zeros(257)), "codebook must be a vector of 2 to 256"),
         (lambda: _quantize(book=SIGNED.double()), "codebook must be float32, got float64"),
+        (lambda: _quantize(book=SIGNED.flip(0)), "codebook must be sorted"),
+        (lambda: _quantize(book=SIGNED * math.nan), "free of NaN"),
+        (
+            lambda: _quantize(SIGNED, out=(torch.zeros(256, dtype=torch.uint8), torch.zeros(1, device="meta"))),
+            "absmax is on meta",
+        ),
         (lambda: _quantize(block=0), "block must be at least 1, got 0"),
         (lambda: _quantize(block=2.5), "block must be an int, got float"),
         (lambda: _quantize(out=(torch.zeros(256), scale1)), "codes must be uint8, got float32"),

@@ -62,6 +62,10 @@ def test_any_shape_works(shape):
     assert round_float8_tensorwise(x, "e4m3").shape == shape
 
 
+def test_no_gradient_flows_through_the_rounding():
+    assert not round_float8_tensorwise(torch.ones(3, requires_grad=True), "e4m3").requires_grad
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="unknown float8 format 'e3m4'; choose e4m3 or e5m2"):
         round_float8_tensorwise(torch.ones(3), "e3m4")  # type: ignore[arg-type]

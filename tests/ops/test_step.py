@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.conftest import assert_same, seed, spread
 from trimtab.ops import fused_step, gradient_norms, gradient_ratios, load_codebook, step_norms, step_rules
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
+from trimtab.ops.codebook import dynamic
 from trimtab.ops.step import (
     EPS,
     GRAD_SCALE,
@@ -149,6 +150,11 @@ def test_many_tensors_in_one_call_equal_one_at_a_time():
         )  # fmt: skip
     for a, b in zip(together.all(), alone.all(), strict=True):
         assert_same(a, b)
+
+
+def test_gradients_on_two_devices_are_refused():
+    with pytest.raises(ValueError, match=r"grads\[1\] is on meta but grads\[0\] is on cpu"):
+        gradient_norms([torch.ones(3), torch.ones(3, device="meta")])
 
 
 def test_gradient_norms_match_the_reference(level):
@@ -360,6 +366,46 @@ def test_zero_gradients_do_no_harm():
         assert all((a == 0).all() for group in x.absmax for a in group)
 
 
+@pytest.mark.parametrize("block", [10**10, 2**63 - 1])
+def test_a_block_longer_than_every_tensor_is_one_block(block):
+    mine, theirs = Tensors("adamw", [100, 7], quantized=True, block=block), Tensors("adamw", [100, 7], quantized=True)
+    grads = [spread(n, seed(n), decades=3) for n in (100, 7)]
+    for x in (mine, theirs):
+        x.step(grads, ROWS["adamw"](steps(1, 2)))
+    for a, b in zip(mine.all(), theirs.all(), strict=True):
+        assert_same(a, b)
+
+
+def test_rules_are_worked_out_in_float64_whatever_they_are_given():
+    expected = step_rules.adamw(steps(2), lr=2.0**-10, weight_decay=0.1)
+    assert_same(step_rules.adamw(steps(2), lr=torch.tensor(2.0**-10, dtype=torch.bfloat16), weight_decay=0.1), expected)
+    expected, old = step_rules.sgd(steps(2), lr=0.1, momentum=0.9, dampening=0.1), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        number = torch.full((1,), 2.0, dtype=torch.float32)
+        assert_same(step_rules.sgd(number, lr=0.1, momentum=0.9, dampening=0.1), expected)
+    finally:
+        torch.set_default_dtype(old)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(torch.zeros(1), "steps start at 1, got 0"), (torch.tensor(1.0), r"steps must be a vector .* \(\)")],
+)
+def test_impossible_steps_are_refused(number, message):
+    with pytest.raises(ValueError, match=message):
+        step_rules.adamw(number, lr=0.1)
+
+
+def test_compiled_code_steps_without_a_graph_break():
+    mine, theirs = Tensors("adamw", [300], quantized=True), Tensors("adamw", [300], quantized=True)
+    grads, row = [spread(300, seed(11), decades=3)], ROWS["adamw"](steps(1))
+    torch.compile(mine.step, fullgraph=True, backend="aot_eager")(grads, row)
+    theirs.step(grads, row)
+    for a, b in zip(mine.all(), theirs.all(), strict=True):
+        assert_same(a, b)
+
+
 # --- Non-finite gradients
 
 
@@ -464,6 +510,7 @@ shared = torch.zeros(300)
         ({"block": 64}, r"absmax\[0\]\[0\] must have shape \(5,\) \(one per block of 64\)"),
         ({"scalars": torch.zeros(1, 3)}, r"scalars must have shape \(1, 14\)"),
         ({"params": [shared], "grads": [shared]}, r"share memory"),
+        ({"unsigned": dynamic(signed=False, exponent_bits=4)}, "must hold one zero at most"),
         ({"signed": torch.zeros(300)}, "codebook must be a vector of 2 to 256"),
     ],
 )

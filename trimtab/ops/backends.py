@@ -96,7 +96,7 @@ def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A fresh CPU tensor for a native kernel's result, on large pages if it is large and the system has them."""
-    out = torch.empty(shape, dtype=dtype)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
     if native is not None and out.nbytes >= HUGE:
         native.prefer_huge_pages(out.data_ptr(), out.nbytes)
     return out

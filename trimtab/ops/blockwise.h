@@ -134,12 +134,16 @@ INLINE void decode_with(const Decode decode, const uint8_t* codes, int64_t count
 
 template <class Put>
 static inline void decode(const Codebook& book, const uint8_t* codes, int64_t count, float absmax, Put put) {
-  if (book.kind == Codebook::any) return decode_with(ByTable(book), codes, count, absmax, put);
-  if (book.kind == Codebook::dynamic_unsigned) {
-    static const DecodeUnsigned decode_unsigned(book);
-    return decode_with(decode_unsigned, codes, count, absmax, put);
+  // A formula is the same for every book of its kind and is made once. A table belongs to its book and must not be kept.
+  if constexpr (!__is_same(DecodeUnsigned, ByTable)) {
+    static const DecodeUnsigned formula(book);
+    if (book.kind == Codebook::dynamic_unsigned) return decode_with(formula, codes, count, absmax, put);
   }
-  decode_with(DecodeSigned(book), codes, count, absmax, put);
+  if constexpr (!__is_same(DecodeSigned, ByTable)) {
+    if (book.kind == Codebook::dynamic_signed || book.kind == Codebook::dynamic_symmetric)
+      return decode_with(DecodeSigned(book), codes, count, absmax, put);
+  }
+  decode_with(ByTable(book), codes, count, absmax, put);
 }
 
 // --- Encode
@@ -325,7 +329,7 @@ INLINE float stored(float absmax) { return absmax < INFINITY ? absmax : NAN; }
 
 // --- A whole tensor, block by block
 
-constexpr int64_t CHUNK = 1 << 15;  // values per task: long enough to be worth handing out, short enough to share
+constexpr int64_t CHUNK = 1 << 13;  // values per task: worth handing out, and their scratch fits any thread's stack
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t tasks_for(int64_t count, int64_t size) { return (count + size - 1) / size; }

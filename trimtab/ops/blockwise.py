@@ -43,13 +43,13 @@ def quantize_blockwise(
     check_tensor("x", x, dtypes=FLOATS)
     check_same_device(x=x, codebook=codebook)
     if out is None:
-        return _quantize(x, codebook, block)
+        return _quantize(x, codebook, _useful(block, x))
     codes, absmax = out
     _check_stored(codes, absmax, block)
     check_shape("out[0]", codes, x.shape, "that of x")
-    check_same_device(x=x, codes=codes)
+    check_same_device(x=x, codes=codes, absmax=absmax)
     check_disjoint(x=x, codes=codes, absmax=absmax)
-    _quantize_out(x, codebook, block, codes, absmax)
+    _quantize_out(x, codebook, _useful(block, x), codes, absmax)
     return codes, absmax
 
 
@@ -70,12 +70,12 @@ def dequantize_blockwise(
     if out is None:
         if dtype not in FLOATS:
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-        return _dequantize(codes, absmax, codebook, block, dtype)
+        return _dequantize(codes, absmax, codebook, _useful(block, codes), dtype)
     check_tensor("out", out, dtypes=FLOATS)
     check_shape("out", out, codes.shape, "that of codes")
     check_same_device(codes=codes, out=out)
     check_disjoint(codes=codes, absmax=absmax, out=out)
-    _dequantize_out(codes, absmax, codebook, block, out)
+    _dequantize_out(codes, absmax, codebook, _useful(block, codes), out)
     return out
 
 
@@ -111,6 +111,11 @@ def dequantize_reference(codes: Tensor, absmax: Tensor, codebook: Tensor, block:
     """The definition of decoding."""
     scale = absmax.repeat_interleave(block)[: codes.numel()].view(codes.shape)
     return (codebook[codes.int()] * scale).to(dtype)
+
+
+def _useful(block: int, x: Tensor) -> int:
+    """A block longer than the tensor is the same block as one of its length."""
+    return min(block, max(1, x.numel()))
 
 
 def _check_stored(codes: Tensor, absmax: Tensor, block: int) -> None:
@@ -155,7 +160,7 @@ def _(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, dtype: torch.
 
 def quantize_native(x: Tensor, codebook: Tensor, block: int) -> tuple[Tensor, Tensor]:
     codes = backends.empty(x.shape, torch.uint8)
-    absmax = torch.empty(count_blocks(x.numel(), block), dtype=torch.float32)
+    absmax = backends.empty((count_blocks(x.numel(), block),), torch.float32)
     quantize_out_native(x, codebook, block, codes, absmax)
     return codes, absmax
 

@@ -51,6 +51,9 @@ def check_codebook(codebook: Tensor) -> None:
             f"codebook must be a vector of 2 to 256 sorted values, got shape {tuple(codebook.shape)}; "
             "trimtab.ops.load_codebook() returns one"
         )
+    # Only where looking costs nothing: on a GPU it would wait for the device, and a graph has no values to look at.
+    if codebook.device.type == "cpu" and _has_values(codebook) and not (codebook[1:] >= codebook[:-1]).all():
+        raise ValueError("codebook must be sorted and free of NaN; sort it first: codebook.sort().values")
 
 
 def check_block(block: int) -> None:
@@ -62,6 +65,8 @@ def check_block(block: int) -> None:
 
 def check_disjoint(**tensors: Tensor) -> None:
     """No two tensors share memory. Sorting the byte ranges finds an overlap between neighbours."""
+    if not all(_has_values(x) for x in tensors.values()):
+        return
     ranges = sorted(
         (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), name)
         for name, x in tensors.items()
@@ -70,3 +75,8 @@ def check_disjoint(**tensors: Tensor) -> None:
     for (_, end, name), (start, _, other) in pairwise(ranges):
         if start < end:
             raise ValueError(f"{name} and {other} share memory; give each its own tensor")
+
+
+def _has_values(x: Tensor) -> bool:
+    """A real tensor: not one that stands for another while PyTorch traces."""
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"

@@ -11,7 +11,6 @@ code and i = floor(log2 j), value = 10^(i-6) * (0.9 * (j + 0.5) / 2^i - 0.8); j 
 Dettmers et al. 2022, section 2 and appendix F.
 """
 
-from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -20,16 +19,11 @@ from torch import Tensor
 Name = Literal["dynamic-symmetric", "dynamic", "linear"]
 
 
-@cache
 def load_codebook(name: Name = "dynamic-symmetric", *, signed: bool = True) -> Tensor:
     """The named table on the CPU. Shared between callers: move or clone it, never write to it."""
-    if name == "dynamic-symmetric":
-        return dynamic_symmetric() if signed else dynamic(signed=False)
-    if name == "dynamic":
-        return dynamic(signed=signed)
-    if name == "linear":
-        return linear(signed=signed)
-    raise ValueError(f"unknown codebook {name!r}; choose one of {', '.join(get_args(Name))}, or pass a tensor")
+    if name not in get_args(Name):
+        raise ValueError(f"unknown codebook {name!r}; choose one of {', '.join(get_args(Name))}")
+    return _TABLES[name, signed]
 
 
 def dynamic(*, signed: bool = True, exponent_bits: int = 7, bits: int = 8) -> Tensor:
@@ -46,13 +40,13 @@ def dynamic(*, signed: bool = True, exponent_bits: int = 7, bits: int = 8) -> Te
     magnitudes = []
     for i in range(exponent_bits):
         count = 2 ** (i + fraction_bits + (0 if signed else 1))
-        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64, device="cpu")
         magnitudes.append(10.0 ** (i - exponent_bits + 1) * (edges[1:] + edges[:-1]) / 2)
     if fraction_bits:  # the codes with no indicator bit, at the scale of the last decade
-        edges = torch.linspace(0.1, 1.0, 2**fraction_bits, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1.0, 2**fraction_bits, dtype=torch.float64, device="cpu")
         magnitudes.append((edges[1:] + edges[:-1]) / 2)
     values = torch.cat(magnitudes)
-    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
     values = torch.cat([-values, values, ends]) if signed else torch.cat([values, ends])
     # The unsigned table with fraction bits does not use up every code; the published one pads with zeros.
     values = torch.cat([values, values.new_zeros(2**bits - values.numel())])
@@ -73,7 +67,7 @@ def dynamic_symmetric(*, exponent_bits: int = 7, bits: int = 8) -> Tensor:
 def linear(*, signed: bool = True, bits: int = 8) -> Tensor:
     """Evenly spaced values. The signed table is that of the paper: symmetric, so it has no exact zero."""
     _check_bits(bits)
-    return torch.linspace(-1.0 if signed else 0.0, 1.0, 2**bits, dtype=torch.float64).float()
+    return torch.linspace(-1.0 if signed else 0.0, 1.0, 2**bits, dtype=torch.float64, device="cpu").float()
 
 
 def quantile(x: Tensor, *, bits: int = 8, offset: float = 1 / 512) -> Tensor:
@@ -131,3 +125,14 @@ def _finite(x: Tensor, bits: int, offset: float) -> Tensor:
     if not values.isfinite().all():
         raise ValueError("quantiles of a tensor with NaN or Inf are not defined; remove those values first")
     return values
+
+
+# Made at import: made later, a table would take on the device and the tensor mode of its first caller.
+_TABLES = {
+    ("dynamic-symmetric", True): dynamic_symmetric(),
+    ("dynamic-symmetric", False): dynamic(signed=False),
+    ("dynamic", True): dynamic(signed=True),
+    ("dynamic", False): dynamic(signed=False),
+    ("linear", True): linear(signed=True),
+    ("linear", False): linear(signed=False),
+}

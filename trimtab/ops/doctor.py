@@ -86,7 +86,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _values(device: str) -> Tensor:
-    return torch.linspace(-1, 1, 1000, device=device) ** 3
+    return torch.linspace(-1, 1, 1000, device=device, dtype=torch.float32) ** 3
 
 
 def _quantize(device: str) -> bool:
@@ -98,7 +98,7 @@ def _quantize(device: str) -> bool:
 
 def _dequantize(device: str) -> bool:
     codes = torch.arange(1000, device=device).to(torch.uint8)
-    absmax, book = torch.linspace(0.1, 3, 4, device=device), load_codebook().to(device)
+    absmax, book = torch.linspace(0.1, 3, 4, device=device, dtype=torch.float32), load_codebook().to(device)
     expected = blockwise.dequantize_reference(codes, absmax, book, 256, torch.float32)
     return torch.equal(blockwise.dequantize_blockwise(codes, absmax, book), expected)
 
@@ -108,8 +108,8 @@ def _step(device: str, *, norms: bool) -> bool:
     p, g = _values(device), _values(device).flip(0)
     signed, unsigned = load_codebook().to(device), load_codebook(signed=False).to(device)
     codes = [torch.full_like(p, zero, dtype=torch.uint8) for zero in (127, 0)]
-    absmax = [torch.zeros(4, device=device) for _ in codes]
-    row = step_rules.adamw(torch.ones(1, device=device), lr=0.1)
+    absmax = [torch.zeros(4, device=device, dtype=torch.float32) for _ in codes]
+    row = step_rules.adamw(torch.ones(1, device=device, dtype=torch.float32), lr=0.1)
     mine, theirs = ([x.clone() for x in (p, *codes, *absmax)] for _ in range(2))
     expected = step.norms_reference([p], [g], codes, absmax, row, signed, unsigned, "adamw", 256)
     if norms:
@@ -126,7 +126,11 @@ def _gradient_norms(device: str) -> bool:
 
 
 def _gradient_ratios(device: str) -> bool:
-    g, v, row = [_values(device)], [_values(device) ** 2], step_rules.adamw(torch.ones(1, device=device), lr=0.1)
+    g, v, row = (
+        [_values(device)],
+        [_values(device) ** 2],
+        step_rules.adamw(torch.ones(1, device=device, dtype=torch.float32), lr=0.1),
+    )
     expected = step.ratios_reference(g, v, [], row, load_codebook(signed=False).to(device), 256)
     return torch.allclose(step.gradient_ratios(g, v, row), expected, rtol=1e-5)
 
@@ -151,7 +155,7 @@ def _int8_matmul(device: str) -> bool:
 
 
 def _round_float8(device: str) -> bool:
-    x = torch.tensor([448.0, 449 / 2, -1.0, 0.0], device=device)
+    x = torch.tensor([448.0, 449 / 2, -1.0, 0.0], device=device, dtype=torch.float32)
     return float8.round_float8_tensorwise(x, "e4m3").tolist() == [448.0, 224.0, -1.0, 0.0]
 
 

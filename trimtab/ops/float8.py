@@ -4,7 +4,8 @@
 
 E4M3 (largest 448) has more precision and suits activations and weights; E5M2 (largest 57344) has more range and
 suits gradients. The rounding is PyTorch's own float8 conversion, nearest with ties to even. A tensor or row that
-holds a NaN or an Inf comes back as NaN; zeros stay zeros.
+holds a NaN or an Inf comes back as NaN; zeros stay zeros. No gradient flows through the rounding: a layer that uses it
+says itself what its gradient is.
 
 Micikevicius et al. 2022; Wortsman et al. 2023, section 2.2. Only a reference: it simulates a GPU format.
 """
@@ -20,12 +21,14 @@ Format = Literal["e4m3", "e5m2"]
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
+@torch.no_grad()
 def round_float8_tensorwise(x: Tensor, format: Format) -> Tensor:
     """Round with one scale for the whole tensor; same shape and dtype as `x`."""
     dtype = _check(x, format)
     return _round(x, x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32), dtype)
 
 
+@torch.no_grad()
 def round_float8_rowwise(x: Tensor, format: Format) -> Tensor:
     """Round with one scale per row, a row being the last dimension; same shape and dtype as `x`."""
     dtype = _check(x, format)

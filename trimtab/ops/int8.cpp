@@ -1,6 +1,4 @@
 // int8 quantization by row or column, the rescale of an int32 product, and the product itself for CPUs without VNNI.
-#include <cstdlib>
-
 #include "blockwise.h"
 
 namespace trimtab::TRIMTAB_LEVEL {
@@ -159,8 +157,8 @@ void matmul(const Matmul& m) {
   const Operand b{m.b, m.columns, m.inner, m.b_transposed ? m.inner : 1, m.b_transposed ? 1 : m.columns};
   const int64_t pairs = (m.inner + 1) / 2, panels = tasks_for(m.columns, TILE_COLUMNS);
   const int64_t panel_size = pairs * TILE_COLUMNS * 2, strip_size = pairs * TILE_ROWS * 2;
-  int16_t* packed_b = (int16_t*)malloc(panels * panel_size * sizeof(int16_t) + 1);
-  int16_t* packed_a = (int16_t*)malloc(r.threads * BLOCK_ROWS / TILE_ROWS * strip_size * sizeof(int16_t) + 1);
+  int16_t* packed_b = (int16_t*)allocate(panels * panel_size * sizeof(int16_t));
+  int16_t* packed_a = (int16_t*)allocate(r.threads * BLOCK_ROWS / TILE_ROWS * strip_size * sizeof(int16_t));
   parallel(panels, r.threads, [&](int64_t panel, int) {
     pack(b, panel * TILE_COLUMNS, TILE_COLUMNS, packed_b + panel * panel_size);
   });

@@ -44,9 +44,14 @@ def quantize_tensorwise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, absmax: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return `codes * absmax / 127`. `absmax` must broadcast: [rows, 1], [columns], or a scalar."""
+    """Return `codes * absmax / 127`. `absmax` must broadcast: [rows, 1], [1, columns], or a scalar."""
     check_tensor("codes", codes, dtypes=(torch.int8,))
+    check_tensor("absmax", absmax, dtypes=(torch.float32,))
     check_same_device(codes=codes, absmax=absmax)
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
+    if absmax.dim() == 1 and codes.dim() == 2:
+        raise ValueError("absmax is a vector; say which: absmax[:, None] for rows, absmax[None] for columns")
     return (codes.float() * (absmax / 127)).to(dtype)
 
 

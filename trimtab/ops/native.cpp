@@ -7,8 +7,10 @@
 #include <sys/mman.h>
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -88,9 +90,11 @@ Codebook::Kind recognise(const float* values, int count) {
 Codebook open_codebook(Address values, int count) {
   Codebook book;
   book.count = count;
+  // A code beyond a short codebook decodes to NaN.
+  std::fill(std::begin(book.values), std::end(book.values), NAN);
+  std::fill(std::begin(book.midpoints), std::end(book.midpoints), INFINITY);
   std::memcpy(book.values, (const void*)values, count * sizeof(float));
   for (int k = 0; k + 1 < count; k++) book.midpoints[k] = (book.values[k] + book.values[k + 1]) / 2;
-  book.midpoints[count - 1] = INFINITY;
   book.kind = recognise(book.values, count);
   return book;
 }

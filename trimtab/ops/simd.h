@@ -3,7 +3,9 @@
 // W lanes of float (vf) or int32 (vi): 16 with AVX-512, else 8, which the compiler splits where registers are shorter.
 #pragma once
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 
 #include "native.h"
 #if defined(__AVX2__)
@@ -229,6 +231,13 @@ INLINE vh to_float16(vf x) {
   }
   return y;
 #endif
+}
+
+// Scratch, aligned for any vector; throws where there is none, which Python sees as a MemoryError.
+static inline void* allocate(int64_t bytes) {
+  void* memory = aligned_alloc(64, (bytes + 64) / 64 * 64);
+  if (!memory) throw std::bad_alloc();
+  return memory;
 }
 
 INLINE int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }

@@ -1,8 +1,6 @@
 // The fused optimizer step. A task takes a stretch of one tensor; each block of it is decoded, updated and encoded
 // while it is in the cache. The rules are the equations of step.py, operation by operation: the build turns off the
 // contraction of a * b + c into one instruction, so the results are the reference's, to the last bit.
-#include <cstdlib>
-
 #include "blockwise.h"
 
 namespace trimtab::TRIMTAB_LEVEL {
@@ -133,10 +131,24 @@ struct Block {
     }
   }
 
+  // The hardware does not look across the end of a page, so ask for the lines of 64 values some way ahead. Asking beyond
+  // the end of a tensor is allowed.
+  static constexpr int64_t AHEAD = 512;
+  INLINE_MEMBER void fetch(int64_t k) const {
+    for (int line = 0; line < 64; line += 16) {
+      __builtin_prefetch(param + k + line, 1);
+      __builtin_prefetch(grad + k + line);
+    }
+    for (int i = 0; coded && i < states; i++) __builtin_prefetch(codes[i] + k, 1);
+  }
+
   template <Pass P>
   INLINE_MEMBER void run(int64_t count) {
     int64_t k = 0;
-    for (; k + W <= count; k += W) update<P, true>(k, W);
+    for (; k + W <= count; k += W) {
+      if (k % 64 == 0) fetch(k + AHEAD);
+      update<P, true>(k, W);
+    }
     if (k < count) update<P, false>(k, (int)(count - k));
   }
 
@@ -163,7 +175,7 @@ struct Tasks {
     const int64_t stretch = unit * (unit >= 32768 ? 1 : 32768 / unit);
     int64_t total = 0;
     for (int64_t t = 0; t < step.tensor_count; t++) total += step.tensors[t].count / stretch + 1;
-    list = (Task*)malloc(total * sizeof(Task));
+    list = (Task*)allocate(total * sizeof(Task));
     for (int64_t t = 0; t < step.tensor_count; t++) {
       const StepTensor& x = step.tensors[t];
       if (skip && !finite(*x.scalars)) continue;
@@ -203,8 +215,8 @@ static void run(const Step& step) {
   const int64_t unit = CODED ? step.block : 1024;
   const int64_t padded = (unit + 15) / 16 * 16, buffers = 2 + states;
   const Tasks tasks(step, unit, P == Pass::update);
-  float* scratch = (float*)aligned_alloc(64, step.threads * padded * buffers * sizeof(float));
-  double* partial = (double*)malloc(tasks.count * max_sums * sizeof(double));
+  float* scratch = (float*)allocate(step.threads * padded * buffers * sizeof(float));
+  double* partial = (double*)allocate(tasks.count * max_sums * sizeof(double));
   // Parallel over stretches; the blocks of one stretch follow each other in memory.
   parallel(tasks.count, step.threads, [&](int64_t index, int worker) {
     const Task task = tasks.list[index];
@@ -216,6 +228,7 @@ static void run(const Step& step) {
       B b;
       b.scalars = *x.scalars;
       b.decode_signed = &decode_signed, b.decode_unsigned = &decode_unsigned;
+      b.param = nullptr;
       if (P != Pass::ratios) b.param = (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, buffer);
       b.grad = read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, buffer + padded);
       for (int i = 0; i < states; i++) {
@@ -287,7 +300,7 @@ void step(const Step& step) {
 void gradient_norms(const Step& step) {
   constexpr int64_t unit = 1024;
   const Tasks tasks(step, unit, false);
-  double* partial = (double*)malloc(tasks.count * max_sums * sizeof(double));
+  double* partial = (double*)allocate(tasks.count * max_sums * sizeof(double));
   parallel(tasks.count, step.threads, [&](int64_t index, int) {
     const Task task = tasks.list[index];
     const StepTensor& x = step.tensors[task.tensor];

@@ -98,7 +98,7 @@ def step_norms(
 
     Returns float32 [tensors, 2]: the sum of p^2 and the sum of (change of p)^2. Sums, so that shards can be added up.
     """
-    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned)
+    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned, writes=False)
     return _norms(*arguments) if params else scalars.new_zeros(0, 2)
 
 
@@ -123,11 +123,13 @@ def gradient_ratios(
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each gradient, float32 [tensors], in one pass. Not finite where the gradient is not."""
+    grads = list(grads)
     for i, g in enumerate(grads):
         check_tensor(f"grads[{i}]", g, dtypes=FLOATS)
     if not grads:
-        return torch.zeros(0)
-    return _gradient_norms(list(grads))
+        return torch.zeros(0, dtype=torch.float32)
+    check_same_device(**{f"grads[{i}]": g for i, g in enumerate(grads)})
+    return _gradient_norms(grads)
 
 
 # --- The rules, as equations on one float32 tensor. `r` is its row of SCALARS. Every kernel does these operations in
@@ -255,7 +257,7 @@ def ratios_reference(
         if absmax:
             v = dequantize_reference(v, absmax[i], unsigned, block, torch.float32)
         v = row[BETA2] * v + row[GAIN2] * (g * g)
-        result[i] = (g * g / v.clamp(min=torch.tensor(row[EPS]).square())).double().sum()
+        result[i] = (g * g / v.clamp(min=torch.tensor(row[EPS], dtype=torch.float32).square())).double().sum()
     return result
 
 
@@ -332,10 +334,15 @@ def _prepare(
     check_tensor("scalars", scalars, dtypes=(torch.float32,))
     check_shape("scalars", scalars, (count, len(SCALARS)), "a row of trimtab.ops.step.SCALARS per tensor")
     device = params[0].device if count else torch.device("cpu")
+    custom = unsigned is not None
     signed = load_codebook(signed=True).to(device) if signed is None else signed
     unsigned = load_codebook(signed=False).to(device) if unsigned is None else unsigned
     check_codebook(signed)
     check_codebook(unsigned)
+    if custom and absmax is not None and not unsigned[1] > 0:
+        raise ValueError(
+            "the unsigned codebook must hold one zero at most, or a positive second moment could become zero"
+        )
     stored = (torch.float32 if absmax is None else torch.uint8,)
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         check_tensor(f"params[{i}]", p, dtypes=FLOATS)
@@ -356,6 +363,7 @@ def _prepare(
         check_same_device(**tensors, scalars=scalars, signed=signed, unsigned=unsigned)
     if writes:
         check_disjoint(**tensors)
+    block = min(block, max([1, *(p.numel() for p in params)]))  # a longer block is the same block
     return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, block
 
 

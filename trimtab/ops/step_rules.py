@@ -18,8 +18,17 @@ Number = float | Tensor
 _DEFAULTS: dict[str, float] = dict.fromkeys(SCALARS, 0.0) | {"grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
 
 
+def _exact(*numbers: Number) -> list[Number]:
+    """Tensors in float64: a bfloat16 learning rate would round 1 - lr * weight_decay to 1."""
+    return [x.double() if isinstance(x, Tensor) else x for x in numbers]
+
+
 def rows(steps: Tensor, **columns: Number) -> Tensor:
     """Stack named columns into float32 [tensors, len(SCALARS)]; a column left out is neutral."""
+    if steps.dim() != 1:
+        raise ValueError(f"steps must be a vector with one number per tensor, got shape {tuple(steps.shape)}")
+    if steps.device.type == "cpu" and (steps < 1).any():
+        raise ValueError(f"steps start at 1, got {steps.min().item():g}; count the step before it is taken")
     unknown = columns.keys() - _DEFAULTS.keys()
     if unknown:
         raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
@@ -41,7 +50,7 @@ def adamw(
 ) -> Tensor:
     """Rule "adamw": p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), with m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)."""
     t = steps.double()
-    beta1, beta2 = betas
+    lr, weight_decay, beta1, beta2 = _exact(lr, weight_decay, *betas)
     return rows(
         steps,
         grad_scale=grad_scale,
@@ -75,7 +84,8 @@ def stable_adamw(
     in the paper.
     """
     t = steps.double()
-    beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in betas)
+    lr, weight_decay, *given = _exact(lr, weight_decay, *betas)
+    beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in given)
     shortened = lr / torch.clamp(torch.as_tensor(rms, dtype=torch.float64, device=t.device) / clip, min=1)
     return rows(
         steps,
@@ -109,7 +119,7 @@ def lamb(
 
     `trust` is `trust_from_norms` of a first pass with lr = 1 and trust left out.
     """
-    trusted = lr * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
+    trusted = _exact(lr)[0] * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
     return adamw(steps, lr=trusted, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
 
 
@@ -123,7 +133,7 @@ def lars(
     trust: Number = 1.0,
 ) -> Tensor:
     """Rule "momentum" with the step multiplied by `trust`, from `trust_from_norms` of a first pass with lr = 1."""
-    trusted = lr * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
+    trusted = _exact(lr)[0] * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
     return sgd(steps, lr=trusted, momentum=momentum, weight_decay=weight_decay, grad_scale=grad_scale)
 
 
@@ -148,14 +158,14 @@ def sgd(
 
     With nesterov the update is g + momentum m.
     """
-    first = steps == 1
+    first, t = steps == 1, steps.double()
     return rows(
         steps,
         grad_scale=grad_scale,
         coupled=weight_decay,
         lr=lr,
-        beta1=torch.where(first, 0.0, momentum),
-        gain1=torch.where(first, 1.0, 1 - dampening),
+        beta1=torch.where(first, 0.0, torch.full_like(t, momentum)),
+        gain1=torch.where(first, 1.0, torch.full_like(t, 1 - dampening)),
         mix_m=momentum if nesterov else 1.0,
         mix_g=1.0 if nesterov else 0.0,
     )
@@ -171,6 +181,7 @@ def lion(
 ) -> Tensor:
     """Rule "lion": p <- p (1 - lr wd) - lr sign(β1 m + (1 - β1) g), then m <- β2 m + (1 - β2) g."""
     beta1, beta2 = betas
+    lr, weight_decay = _exact(lr, weight_decay)
     return rows(
         steps,
         grad_scale=grad_scale,
@@ -206,7 +217,7 @@ def adagrad(
     grad_scale: Number = 1.0,
 ) -> Tensor:
     """Rule "rms": v <- v + g²; p <- p - lr / (1 + (t - 1) lr_decay) · g / (√v + eps)."""
-    lr = lr / (1 + (steps.double() - 1) * lr_decay)
+    lr = _exact(lr)[0] / (1 + (steps.double() - 1) * lr_decay)
     return rows(steps, grad_scale=grad_scale, coupled=weight_decay, lr=lr, beta2=1.0, gain2=1.0, eps=eps)
 
 
@@ -225,7 +236,7 @@ def ademamix(
     Schedules of α and β3 are the caller's: pass their value at this step.
     """
     t = steps.double()
-    beta1, beta2, beta3 = betas
+    lr, weight_decay, beta1, beta2, beta3 = _exact(lr, weight_decay, *betas)
     return rows(
         steps,
         grad_scale=grad_scale,

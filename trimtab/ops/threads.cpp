@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -20,7 +21,12 @@ class Pool {
       std::lock_guard lock(mutex_);
       while ((int)workers_.size() < threads - 1) {
         int worker = (int)workers_.size() + 1;
-        workers_.emplace_back([this, worker] { serve(worker); });
+        try {
+          workers_.emplace_back([this, worker] { serve(worker); });
+        } catch (const std::system_error&) {  // the system gives no more threads: go on with those we have
+          threads = worker;
+          break;
+        }
         workers_.back().detach();
       }
       tasks_ = tasks, body_ = body, context_ = context;
