@@ -182,12 +182,12 @@ struct Lines {
       float line = power / 9;
       if (i == 0) {
         b = (int32_t)0x80000000;                           // below everything
-        if (SIGNED) line = (1 - 8 / 9.0f) / boundary[0];  // one boundary, so the line goes through it
+        if (SIGNED) line = (2 - 8 / 9.0f) / boundary[1];  // a whole number at its upper border, as in the others
       } else {
         memcpy(&b, &boundary[SIGNED ? (1 << i) - 1 : (2 << i) - 2], 4);
-        b += BORDER_SLACK;
+        b += i == 7 ? -BORDER_SLACK : BORDER_SLACK;
       }
-      if (i == 7) line = SIGNED ? 0.1151f : 0.11306f;  // flat: t is near the middle of the first cell, whatever u
+      if (i == 7) line = (1 - 8 / 9.0f) / boundary[SIGNED ? 127 : 254];  // the value 1.0: a whole number at its lower border
       for (int l = i; l < W; l += 8) memcpy(&border.values[l], &b, 4);
       for (int l = (i + 1) % 8; l < W; l += 8) slope.values[l] = line;  // looked up one higher, above the border
     }
@@ -228,6 +228,7 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
   for (int q = 0; q < 4; q++) {
     vi b = bits(load(x + q * W));
     if (SIGNED) {
+      near |= index[q] == 1;  // decade 0 has a boundary off its line, inside this cell
       index[q] = with_sign(index[q], b);
     } else if (KEEP_POSITIVE) {
       index[q] = larger(index[q], smaller_unsigned(b + b, splat(2)));  // index 2 is code 1
