@@ -19,6 +19,7 @@ Twins: step.cpp (CPU), step_triton.py (GPU).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def step_norms(
     Returns float32 [tensors, 2]: the sum of p^2 and the sum of (change of p)^2. Sums, so that shards can be added up.
     """
     arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned, writes=False)
-    return _norms(*arguments) if params else scalars.new_zeros(0, 2)
+    return norms_unchecked(*arguments) if params else scalars.new_zeros(0, 2)
 
 
 def gradient_ratios(
@@ -118,7 +119,7 @@ def gradient_ratios(
     stored = None if absmax is None else [absmax]
     arguments = _prepare("rms", grads, grads, [second_moments], scalars, stored, block, None, unsigned, writes=False)
     _, grads, states, scales, scalars, _, book, _, block = arguments
-    return _ratios(grads, states, scales, scalars, book, block) if grads else scalars.new_zeros(0)
+    return ratios_unchecked(grads, states, scales, scalars, book, block) if grads else scalars.new_zeros(0)
 
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
@@ -129,7 +130,7 @@ def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros(0, dtype=torch.float32)
     check_same_device(**{f"grads[{i}]": g for i, g in enumerate(grads)})
-    return _gradient_norms(grads)
+    return gradient_norms_unchecked(grads)
 
 
 # --- The rules, as equations on one float32 tensor. `r` is its row of SCALARS. Every kernel does these operations in
@@ -367,13 +368,22 @@ def _prepare(
     return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, block
 
 
+# The ops themselves. Checking hundreds of tensors costs more than updating them, so an optimizer, which made its own
+# states, calls these; states and absmax are flat there: all of the first state, then the next.
 _step = torch.library.custom_op("trimtab::fused_step", mutates_args=("params", "states", "absmax"))(step_reference)
-_norms = torch.library.custom_op("trimtab::step_norms", mutates_args=())(norms_reference)
-_gradient_norms = torch.library.custom_op("trimtab::gradient_norms", mutates_args=())(gradient_norms_reference)
-_ratios = torch.library.custom_op("trimtab::gradient_ratios", mutates_args=())(ratios_reference)
+norms_unchecked = torch.library.custom_op("trimtab::step_norms", mutates_args=())(norms_reference)
+gradient_norms_unchecked = torch.library.custom_op("trimtab::gradient_norms", mutates_args=())(gradient_norms_reference)
+ratios_unchecked = torch.library.custom_op("trimtab::gradient_ratios", mutates_args=())(ratios_reference)
 
 
-@_norms.register_fake
+def step_unchecked(params: Sequence[Tensor], *arguments: Any) -> None:
+    """The op, telling autograd once that the parameters changed: tensor by tensor, that takes as long as the step."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _step(params, *arguments)
+    torch.autograd.graph.increment_version(params)
+
+
+@norms_unchecked.register_fake
 def _(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -388,7 +398,7 @@ def _(
     return scalars.new_empty(len(params), 2)
 
 
-@_ratios.register_fake
+@ratios_unchecked.register_fake
 def _(
     grads: Sequence[Tensor],
     second_moments: Sequence[Tensor],
@@ -400,7 +410,7 @@ def _(
     return scalars.new_empty(len(grads))
 
 
-@_gradient_norms.register_fake
+@gradient_norms_unchecked.register_fake
 def _(grads: Sequence[Tensor]) -> Tensor:
     return grads[0].new_empty(len(grads), dtype=torch.float32)
 
@@ -498,14 +508,14 @@ def _dtype_codes(tensors: Sequence[Tensor]) -> list[int]:
 
 if backends.native is not None:
     _step.register_kernel("cpu")(step_native)
-    _norms.register_kernel("cpu")(norms_native)
-    _ratios.register_kernel("cpu")(ratios_native)
-    _gradient_norms.register_kernel("cpu")(gradient_norms_native)
+    norms_unchecked.register_kernel("cpu")(norms_native)
+    ratios_unchecked.register_kernel("cpu")(ratios_native)
+    gradient_norms_unchecked.register_kernel("cpu")(gradient_norms_native)
 
 if backends.triton_missing is None:
     from trimtab.ops import step_triton
 
     _step.register_kernel("cuda")(step_triton.step)
-    _norms.register_kernel("cuda")(step_triton.norms)
-    _ratios.register_kernel("cuda")(step_triton.ratios)
-    _gradient_norms.register_kernel("cuda")(step_triton.gradient_norms)
+    norms_unchecked.register_kernel("cuda")(step_triton.norms)
+    ratios_unchecked.register_kernel("cuda")(step_triton.ratios)
+    gradient_norms_unchecked.register_kernel("cuda")(step_triton.gradient_norms)

@@ -23,6 +23,13 @@ def _exact(*numbers: Number) -> list[Number]:
     return [x.double() if isinstance(x, Tensor) else x for x in numbers]
 
 
+def _second(beta2: Number, t: Tensor, power: float | None) -> tuple[Number, Number]:
+    """β2 at step t, and what debiases √v. The schedule 1 - t^-power starts at 0, so its average is never biased."""
+    if power is None:
+        return beta2, (1 - beta2**t) ** -0.5
+    return 1 - t**-power, 1.0
+
+
 def rows(steps: Tensor, **columns: Number) -> Tensor:
     """Stack named columns into float32 [tensors, len(SCALARS)]; a column left out is neutral."""
     if steps.dim() != 1:
@@ -47,10 +54,15 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: Number = 0.0,
     grad_scale: Number = 1.0,
+    beta2_power: float | None = None,
 ) -> Tensor:
-    """Rule "adamw": p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), with m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t)."""
+    """Rule "adamw": p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), with m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t).
+
+    With `beta2_power` λ, β2 is 1 - t^-λ instead, and v̂ = v.
+    """
     t = steps.double()
     lr, weight_decay, beta1, beta2 = _exact(lr, weight_decay, *betas)
+    beta2, debias = _second(beta2, t, beta2_power)
     return rows(
         steps,
         grad_scale=grad_scale,
@@ -60,7 +72,7 @@ def adamw(
         gain1=1 - beta1,
         beta2=beta2,
         gain2=1 - beta2,
-        debias=(1 - beta2**t) ** -0.5,
+        debias=debias,
         eps=eps,
     )
 
@@ -76,6 +88,7 @@ def stable_adamw(
     rms: Number = 0.0,
     clip: float = 1.0,
     decay_clipped: bool = False,
+    beta2_power: float | None = None,
 ) -> Tensor:
     """Rule "adamw" with debiased betas, its step shortened to lr / max(1, rms / clip).
 
@@ -86,6 +99,8 @@ def stable_adamw(
     t = steps.double()
     lr, weight_decay, *given = _exact(lr, weight_decay, *betas)
     beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in given)
+    if beta2_power is not None:
+        beta2 = 1 - t**-beta2_power
     shortened = lr / torch.clamp(torch.as_tensor(rms, dtype=torch.float64, device=t.device) / clip, min=1)
     return rows(
         steps,
@@ -114,13 +129,22 @@ def lamb(
     weight_decay: Number = 0.0,
     grad_scale: Number = 1.0,
     trust: Number = 1.0,
+    beta2_power: float | None = None,
 ) -> Tensor:
     """Rule "adamw" with both the step and the decay multiplied by `trust`: p <- p - lr trust (m̂ / (√v̂ + eps) + wd p).
 
     `trust` is `trust_from_norms` of a first pass with lr = 1 and trust left out.
     """
     trusted = _exact(lr)[0] * torch.as_tensor(trust, dtype=torch.float64, device=steps.device)
-    return adamw(steps, lr=trusted, betas=betas, eps=eps, weight_decay=weight_decay, grad_scale=grad_scale)
+    return adamw(
+        steps,
+        lr=trusted,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        grad_scale=grad_scale,
+        beta2_power=beta2_power,
+    )
 
 
 def lars(
@@ -230,6 +254,7 @@ def ademamix(
     eps: float = 1e-8,
     weight_decay: Number = 0.0,
     grad_scale: Number = 1.0,
+    beta2_power: float | None = None,
 ) -> Tensor:
     """Rule "ademamix": p <- p (1 - lr wd) - lr (m̂ + α slow) / (√v̂ + eps); slow <- β3 slow + (1 - β3) g, not debiased.
 
@@ -237,6 +262,7 @@ def ademamix(
     """
     t = steps.double()
     lr, weight_decay, beta1, beta2, beta3 = _exact(lr, weight_decay, *betas)
+    beta2, debias = _second(beta2, t, beta2_power)
     return rows(
         steps,
         grad_scale=grad_scale,
@@ -248,7 +274,7 @@ def ademamix(
         gain2=1 - beta2,
         beta3=beta3,
         gain3=1 - beta3,
-        debias=(1 - beta2**t) ** -0.5,
+        debias=debias,
         eps=eps,
         mix_m=1 / (1 - beta1**t),
         mix_g=alpha,

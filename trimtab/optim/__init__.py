@@ -1,0 +1,43 @@
+"""UPDATE: gradients in, parameters changed. One class per optimizer, `bits=8` or `bits=32`.
+
+    optimizer = trimtab.optim.AdamW(model.named_parameters(), lr=3e-4, bits=8)
+
+Equations are in the optimizers' files; optimizer.py is the step they share, state.py how a moment is kept,
+checkpoint.py what is saved of it.
+"""
+
+from trimtab.optim.adafactor import Adafactor
+from trimtab.optim.adagrad import Adagrad
+from trimtab.optim.adam import Adam
+from trimtab.optim.adamw import AdamW
+from trimtab.optim.ademamix import AdEMAMix
+from trimtab.optim.analysis import ErrorAnalysis
+from trimtab.optim.checkpoint import from_bitsandbytes, from_torchao
+from trimtab.optim.groups import EMBEDDINGS, groups
+from trimtab.optim.lamb import LAMB
+from trimtab.optim.lars import LARS
+from trimtab.optim.lion import Lion
+from trimtab.optim.optimizer import Optimizer
+from trimtab.optim.rmsprop import RMSprop
+from trimtab.optim.sgd import SGD
+from trimtab.optim.stable_adamw import StableAdamW
+
+__all__ = [
+    "EMBEDDINGS",
+    "LAMB",
+    "LARS",
+    "SGD",
+    "AdEMAMix",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ErrorAnalysis",
+    "Lion",
+    "Optimizer",
+    "RMSprop",
+    "StableAdamW",
+    "from_bitsandbytes",
+    "from_torchao",
+    "groups",
+]

@@ -1,0 +1,51 @@
+"""Adam, with weight decay through the gradient as in PyTorch (Kingma & Ba 2015).
+
+g <- g + wd p
+m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
+v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
+p <- p - lr m̂ / (√v̂ + eps)
+"""
+
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from trimtab.ops import step_rules
+from trimtab.ops.step import COUPLED
+from trimtab.optim.optimizer import Batch, Optimizer, Options
+
+
+class Adam(Optimizer):
+    """Same arguments, defaults and results as `torch.optim.Adam`. With weight decay, AdamW is usually what you want."""
+
+    rule = "adamw"
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        beta2_power: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """`beta2_power` λ replaces β2 by the schedule 1 - t^-λ."""
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta2_power": beta2_power}
+        super().__init__(params, defaults, options)
+
+    def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        group = batch.group
+        rows = step_rules.adamw(
+            batch.steps,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            grad_scale=batch.grad_scale,
+            beta2_power=group["beta2_power"],
+        )
+        rows[:, COUPLED] = self.decay_of(group)
+        return rows

@@ -1,0 +1,79 @@
+"""AdEMAMix: Adam with a second, very slow average of the gradient (Pagliardini et al. 2024).
+
+    m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
+    slow <- β3 slow + (1 - β3) g
+    v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
+    p <- p (1 - lr wd) - lr (m̂ + α slow) / (√v̂ + eps)
+
+α grows linearly over t_alpha steps; the half-life of β3 grows linearly from that of β1 over t_beta3 steps.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from trimtab.ops import step_rules
+from trimtab.optim.optimizer import Batch, Optimizer, Options
+
+
+class AdEMAMix(Optimizer):
+    """For long runs that can use old gradients. Three bytes of state with bits=8, where 32-bit has twelve."""
+
+    rule = "ademamix"
+    moments = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        t_alpha: int | None = None,
+        t_beta3: int | None = None,
+        beta2_power: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """`t_alpha`, `t_beta3`: steps over which α and β3 rise to their values; None has them there from the start."""
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "alpha": alpha,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "t_alpha": t_alpha,
+            "t_beta3": t_beta3,
+            "beta2_power": beta2_power,
+        }
+        super().__init__(params, defaults, options)
+
+    def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        group, t = batch.group, batch.steps.double()
+        beta1, beta2, beta3 = group["betas"]
+        return step_rules.ademamix(
+            batch.steps,
+            lr=group["lr"],
+            betas=(beta1, beta2, _beta3_at(t, beta1, beta3, group["t_beta3"])),
+            alpha=_alpha_at(t, group["alpha"], group["t_alpha"]),
+            eps=group["eps"],
+            weight_decay=self.decay_of(group),
+            grad_scale=batch.grad_scale,
+            beta2_power=group["beta2_power"],
+        )
+
+
+def _alpha_at(t: Tensor, alpha: float, steps: int | None) -> Tensor | float:
+    return alpha if steps is None else alpha * (t / steps).clamp(max=1)
+
+
+def _beta3_at(t: Tensor, beta1: float, beta3: float, steps: int | None) -> Tensor | float:
+    """Linear in the half-life: 1 / ln β goes from that of β1 to that of β3."""
+    if steps is None or beta1 == 0 or beta3 == 0:
+        return beta3
+    share = (t / steps).clamp(max=1)
+    return torch.exp(1 / ((1 - share) / math.log(beta1) + share / math.log(beta3)))

@@ -1,0 +1,100 @@
+"""How much an 8-bit data type distorts Adam's update, and where (Dettmers et al. 2022, appendix F).
+
+A 32-bit optimizer runs undisturbed. At each look, its moments are quantized and dequantized by the method under test,
+and the update made of them is compared with the true one:
+
+    u = m / (√v + eps)      absolute error |u8 - u|       relative error |u8 - u| / |u + 1e-6|
+
+Counts and errors are added up by (code of m, code of v). A good data type has small errors where the counts are high.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.ops import codebook
+from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
+
+Method = Literal["dynamic-symmetric", "dynamic", "linear", "quantile"]
+
+
+class ErrorAnalysis:
+    """Look at the moments of an Adam-like optimizer with 32-bit state, ours or PyTorch's; add up what 8 bits would do.
+
+    >>> analysis = ErrorAnalysis("dynamic", block=2048)
+    >>> optimizer.step(); analysis.look(optimizer)
+    >>> analysis.mean_relative_error, analysis.counts                # a number, and a 256 x 256 histogram
+
+    Args:
+        method: the data type.
+        block: values per scale; None is one scale for the whole tensor.
+        eps: as in the update.
+        smallest, largest: tensors with fewer or more values are left out, as the paper leaves out embeddings.
+    """
+
+    def __init__(
+        self,
+        method: Method = "dynamic-symmetric",
+        *,
+        block: int | None = 256,
+        eps: float = 1e-8,
+        smallest: int = 8193,
+        largest: int = 50_000_000,
+    ) -> None:
+        if method == "quantile" and block is not None:
+            raise ValueError("quantiles are those of a whole tensor; use block=None with method='quantile'")
+        self.method, self.block, self.eps, self.smallest, self.largest = method, block, eps, smallest, largest
+        self.counts, self.absolute, self.relative = (torch.zeros(256, 256, dtype=torch.float64) for _ in range(3))
+
+    @torch.no_grad()
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add this moment of the training to the histograms."""
+        found = False
+        for state in optimizer.state.values():
+            m, v = _read_moments(state)
+            found = True
+            if self.smallest <= m.numel() <= self.largest:
+                self._add(m.float().contiguous(), v.float().contiguous())
+        if not found:
+            raise ValueError("the optimizer has no state yet; look after its first step")
+
+    @property
+    def mean_absolute_error(self) -> float:
+        return float(self.absolute.sum() / self.counts.sum())
+
+    @property
+    def mean_relative_error(self) -> float:
+        return float(self.relative.sum() / self.counts.sum())
+
+    def _add(self, m: Tensor, v: Tensor) -> None:
+        (m_codes, m8), (v_codes, v8) = self._round(m, signed=True), self._round(v, signed=False)
+        u, u8 = m / (v.sqrt() + self.eps), m8 / (v8.sqrt() + self.eps)
+        error = (u8 - u).abs().double()
+        cell = (m_codes.long() * 256 + v_codes.long()).flatten().cpu()
+        for histogram, values in (
+            (self.counts, torch.ones_like(error)),
+            (self.absolute, error),
+            (self.relative, error / (u + 1e-6).abs()),
+        ):
+            histogram.view(-1).index_add_(0, cell, values.flatten().cpu())
+
+    def _round(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+        """The codes, and what they decode to."""
+        if self.method == "quantile":
+            book = codebook.quantile(x)
+            codes = torch.bucketize(x, codebook.midpoints(book))
+            return codes, book[codes]
+        book = codebook.load_codebook(self.method, signed=signed).to(x.device)
+        block = self.block or x.numel()
+        codes, absmax = quantize_blockwise(x, book, block=block)
+        return codes, dequantize_blockwise(codes, absmax, book, block=block)
+
+
+def _read_moments(state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    if "exp_avg_codes" in state:
+        raise ValueError("this optimizer's state is quantized already; look at one with bits=32")
+    if "exp_avg" not in state or "exp_avg_sq" not in state:
+        raise ValueError(f"the analysis needs exp_avg and exp_avg_sq in 32 bits, the state has {', '.join(state)}")
+    return state["exp_avg"], state["exp_avg_sq"]

@@ -1,0 +1,291 @@
+"""State dicts: two formats of our own, and those of PyTorch, bitsandbytes and torchao.
+
+    packed      exp_avg_codes, exp_avg_absmax      what is in memory: small, and a resume continues bit for bit
+    portable    exp_avg                            float32 under PyTorch's names: any such optimizer, any sharding
+
+What 8-bit state decodes to is stored again as the same codes, so portable loses nothing either, as long as the blocks
+are cut the same way. Everything is plain tensors, numbers and strings: `torch.load(weights_only=True)` reads it.
+
+A load is checked and built completely before anything changes: one that fails leaves the optimizer as it was.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
+from trimtab.ops.step import RULES
+from trimtab.optim.sharding import is_sharded, local, shard_like, wrap_like
+from trimtab.optim.state import Storage, decode, encode
+
+if TYPE_CHECKING:
+    from trimtab.optim.optimizer import Optimizer
+
+Format = Literal["packed", "portable"]
+Entry = dict[str, Any]
+
+# How the state is kept is this optimizer's own affair; PyTorch's switches mean nothing here.
+_OWN = ("bits", "block", "codebook", "min_8bit_size")
+_TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
+_EXTRAS = ("skipped", "grad_norms", "compensation")  # what an entry may hold besides step and moments
+
+
+# --- Saving
+
+
+def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
+    for pre in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    sharded = any(is_sharded(p) for p in params)
+    format = format or ("portable" if sharded else "packed")
+    if format not in ("packed", "portable"):
+        raise ValueError(f"format must be packed or portable, got {format!r}")
+    if format == "packed" and sharded:
+        raise ValueError(
+            "packed codes belong to one way of cutting the parameters into shards; save sharded state as portable"
+        )
+    places = {p: i for i, p in enumerate(params)}
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [places[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if optimizer.state.get(p):
+                entry = optimizer.state[p]
+                state[places[p]] = dict(entry) if format == "packed" else _to_portable(optimizer, p, group, entry)
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    for post in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = post(optimizer, result)
+        result = result if changed is None else changed
+    return result
+
+
+def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
+    storage = optimizer.storage_of(p, dict(group))
+    portable: Entry = {"step": entry["step"].clone()}
+    biases = _biases(optimizer, group, entry["step"])
+    for name, signed in zip(optimizer.states_of(dict(group)), RULES[optimizer.rule].signed, strict=False):
+        moment = decode(entry, name, storage, signed=signed)
+        portable[name] = wrap_like(moment * biases[name] if name in biases else moment, p)
+    for name in (*optimizer.extras, *_EXTRAS):
+        if name in entry:
+            portable[name] = wrap_like(entry[name], p) if name == "compensation" else entry[name]
+    return portable
+
+
+def _biases(optimizer: "Optimizer", group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
+    """What turns bias-corrected moments into Adam's plain ones, which is what other optimizers keep."""
+    if not optimizer.debiased:
+        return {}
+    t = step.double()
+    names = [name for name in optimizer.moments if name != "exp_avg_sq" or group.get("beta2_power") is None]
+    return {name: (1 - group["betas"][optimizer.moments.index(name)] ** t).float() for name in names}
+
+
+# --- Loading
+
+
+def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool) -> None:
+    state_dict = dict(state_dict)
+    for pre in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = pre(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    saved_groups = state_dict["param_groups"]
+    _check_groups(optimizer, saved_groups, state_dict["state"])
+    state: dict[Tensor, Entry] = {}
+    storages: dict[Tensor, Storage] = {}
+    groups: list[dict[str, Any]] = []
+    names = iter(optimizer.names)
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        if saved.get("amsgrad"):
+            raise ValueError("the state was saved with amsgrad=True, whose running maximum cannot be continued here")
+        kept = {key: value for key, value in saved.items() if key not in ("params", *_OWN, *_TORCH)}
+        groups.append({**group, **deepcopy(kept)})
+        for p, place in zip(group["params"], saved["params"], strict=True):
+            name = next(names)
+            if not state_dict["state"].get(place):
+                continue  # it has not been stepped yet
+            storages[p] = optimizer.storage_of(p, groups[-1])
+            entry = state_dict["state"][place]
+            state[p] = _read(optimizer, p, name, groups[-1], saved, entry, storages[p], convert)
+    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+        group.update(loaded)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    optimizer._storage.clear()
+    optimizer._storage.update(storages)
+    for post in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post(optimizer)
+
+
+def _check_groups(optimizer: "Optimizer", saved: list[dict[str, Any]], state: Mapping[Any, Any]) -> None:
+    mine = optimizer.param_groups
+    if len(saved) != len(mine):
+        raise ValueError(f"the state dict has {len(saved)} parameter groups, this optimizer has {len(mine)}")
+    for i, (group, other) in enumerate(zip(mine, saved, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(
+                f"group {i} of the state dict has {len(other['params'])} parameters, "
+                f"that of this optimizer {len(group['params'])}"
+            )
+        names, others = group.get("param_names"), other.get("param_names")
+        if names and others and names != others:
+            wrong = next((a, b) for a, b in zip(names, others, strict=True) if a != b)
+            raise ValueError(f"group {i} expects {wrong[0]!r} where the state dict has {wrong[1]!r}; order them alike")
+    extra = state.keys() - {place for other in saved for place in other["params"]}
+    if extra:
+        raise ValueError(f"the state dict holds state of parameters that are in no group: {sorted(extra, key=str)}")
+
+
+def _read(
+    optimizer: "Optimizer",
+    p: Tensor,
+    name: str,
+    group: dict[str, Any],
+    saved: Mapping[str, Any],
+    entry: Mapping[str, Any],
+    storage: Storage,
+    convert: bool,
+) -> Entry:
+    """One parameter's state as this optimizer keeps it."""
+    if "state1" in entry or any(str(key).startswith("__bnb") for key in entry):
+        raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
+    device = local(p).device
+    step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
+    biases = _biases(optimizer, group, step)
+    result: Entry = {"step": step}
+    for moment, signed in zip(optimizer.states_of(group), RULES[optimizer.rule].signed, strict=False):
+        if f"{moment}_codes" in entry:
+            result |= _read_codes(entry, p, name, moment, signed, saved, storage, convert)
+        elif moment in entry:
+            value = _fit(entry[moment], p, name, moment).float()
+            if moment in biases:
+                value = value / biases[moment]
+            result |= encode(value, moment, storage, signed=signed)
+        else:
+            raise ValueError(
+                f"the state of {name} has no {moment}, which {type(optimizer).__name__} needs; "
+                f"it has {', '.join(entry)}"
+            )
+    for extra in (*optimizer.extras, *_EXTRAS):
+        if extra in entry:
+            value = entry[extra]
+            result[extra] = _fit(value, p, name, extra) if extra == "compensation" else value.clone().to(device)
+    return result
+
+
+def _read_codes(
+    entry: Mapping[str, Any],
+    p: Tensor,
+    name: str,
+    moment: str,
+    signed: bool,
+    saved: Mapping[str, Any],
+    storage: Storage,
+    convert: bool,
+) -> Entry:
+    codes, absmax = entry[f"{moment}_codes"], entry[f"{moment}_absmax"]
+    theirs = Storage(8, saved["block"], saved["codebook"])
+    blocks = count_blocks(codes.numel(), theirs.block)
+    if codes.dtype != torch.uint8 or absmax.dtype != torch.float32 or absmax.shape != (blocks,):
+        raise ValueError(
+            f"the packed {moment} of {name} must be uint8 codes with {blocks} float32 scales, got {codes.dtype} and "
+            f"{tuple(absmax.shape)} {absmax.dtype}; something has cast or cut it"
+        )
+    codes = _fit(codes, p, name, moment)
+    read = {f"{moment}_codes": codes, f"{moment}_absmax": absmax.detach().clone().to(codes.device)}
+    if theirs == storage:
+        return read
+    if storage.bits == 8 and not convert:
+        raise ValueError(
+            f"the state was stored with block={theirs.block}, codebook={theirs.codebook!r}; this optimizer has "
+            f"block={storage.block}, codebook={storage.codebook!r}. Build it with the same, or store it anew with "
+            "load_state_dict(..., convert=True), which rounds once more"
+        )
+    return encode(decode(read, moment, theirs, signed=signed), moment, storage, signed=signed)
+
+
+def _fit(value: Any, p: Tensor, name: str, what: str) -> Tensor:
+    """A copy of this process's part, in the memory order and on the device of its parameter."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} of {name} must be a tensor, got {type(value).__name__}")
+    if type(value).__name__.startswith("OptimState"):
+        raise ValueError("this is a state dict of torchao; load from_torchao(state_dict) instead")
+    if value.shape != p.shape:
+        raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}")
+    part, mine = shard_like(value.detach(), p), local(p)
+    return torch.empty_like(mine, dtype=part.dtype).copy_(part)
+
+
+# --- Other libraries
+
+
+def from_bitsandbytes(
+    state_dict: Mapping[str, Any], moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+) -> dict[str, Any]:
+    """A bitsandbytes state dict, 8-bit or 32-bit, as a portable one. `moments` are those of the optimizer to load it.
+
+    >>> optimizer = trimtab.optim.Lion(model.parameters(), bits=8)
+    >>> optimizer.load_state_dict(from_bitsandbytes(torch.load("optimizer.pt"), optimizer.moments))
+    """
+    # Its groups hold every optimizer's hyper-parameters under Adam's names; only those that mean the same are taken.
+    taken = ["lr", "initial_lr", "weight_decay", "params", "param_names"]
+    taken += ["betas"] if moments[0] == "exp_avg" else []
+    taken += ["eps"] if len(moments) > 1 else []
+    taken += ["alpha", "t_alpha", "t_beta3"] if len(moments) == 3 else []
+
+    def read(entry: Mapping[str, Any]) -> Entry:
+        entry = {**entry, **_unwrap(entry)}
+        decoded = [x for i in (1, 2) if f"state{i}" in entry for x in _read_bitsandbytes(entry, i, len(moments) == 3)]
+        if len(decoded) != len(moments):
+            raise ValueError(f"the state holds {len(decoded)} moments, but {len(moments)} are named: {moments}")
+        step = torch.tensor(float(entry["step"]), dtype=torch.float32)
+        return {"step": step} | dict(zip(moments, decoded, strict=True))
+
+    groups = [{key: group[key] for key in taken if key in group} for group in state_dict["param_groups"]]
+    return {"state": {place: read(entry) for place, entry in state_dict["state"].items()}, "param_groups": groups}
+
+
+def from_torchao(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A torchao state dict (8-bit, 4-bit or float8) as a portable one. Needs torchao only to unpickle it.
+
+    >>> optimizer.load_state_dict(from_torchao(torchao_optimizer.state_dict()))
+    """
+
+    def read(entry: Mapping[str, Any]) -> Entry:
+        decoded = {key: x.dequantize().float() if hasattr(x, "codes") else x for key, x in entry.items()}
+        return decoded | {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
+
+    # It turns every learning rate into a tensor of its own; as a number it fits any scheduler.
+    groups = [{**group, "lr": float(group["lr"])} for group in state_dict["param_groups"]]
+    return {"state": {place: read(entry) for place, entry in state_dict["state"].items()}, "param_groups": groups}
+
+
+def _unwrap(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Newer versions of bitsandbytes put the quantized tensors one level down."""
+    return next((value for key, value in entry.items() if str(key).startswith("__bnb")), {})
+
+
+def _read_bitsandbytes(entry: Mapping[str, Any], i: int, stacked: bool) -> list[Tensor]:
+    """Its state1 or state2 in float32. AdEMAMix stacks two averages in state1."""
+    values, scales = entry[f"state{i}"], entry.get(f"absmax{i}")
+    if i == 1 and stacked:
+        pairs = zip(values, scales if scales is not None else [None, None], strict=True)
+    else:
+        pairs = zip([values], [scales], strict=True)
+    return [x.float() if x.dtype != torch.uint8 else _decode(x, absmax, entry[f"qmap{i}"]) for x, absmax in pairs]
+
+
+def _decode(codes: Tensor, absmax: Tensor, codebook: Tensor) -> Tensor:
+    sizes = (256, 2048, 4096, 1024, 512, 128, 64)
+    block = next((size for size in sizes if count_blocks(codes.numel(), size) == absmax.numel()), None)
+    if block is None:
+        raise ValueError(f"{absmax.numel()} scales for {codes.numel()} codes fit no block size of bitsandbytes")
+    return dequantize_blockwise(codes.contiguous(), absmax.float(), codebook.float(), block=block)

@@ -1,0 +1,107 @@
+"""Who keeps 32-bit state, who decays, whose learning rate is scaled: decided once, by name, module or predicate.
+
+Embeddings get gradients in few rows at a time, some of them huge, and are the part of a model that 8-bit state can
+unsettle (Dettmers et al. 2022), so they keep 32 bits unless told otherwise.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+EMBEDDINGS = ("*embed*", "*wte*", "*wpe*")  # how models call their embeddings
+
+Keep = str | nn.Module | Tensor | Callable[[str, Tensor], bool]
+
+
+def as_rules(keep: Keep | Iterable[Keep]) -> tuple[Keep, ...]:
+    """One rule or several, checked."""
+    several = isinstance(keep, Iterable) and not isinstance(keep, str | nn.Module | Tensor)
+    rules: tuple[Any, ...] = tuple(keep) if several else (keep,)  # type: ignore[arg-type]
+    for rule in rules:
+        if isinstance(rule, type):
+            raise TypeError(
+                f"keep32 got the class {rule.__name__}; an optimizer sees tensors, not classes. Pass the modules "
+                f"themselves, or build the groups with trimtab.optim.groups(model, keep32={rule.__name__})"
+            )
+        if not (isinstance(rule, str | nn.Module | Tensor) or callable(rule)):
+            raise TypeError(
+                "keep32 takes name patterns, modules, parameters or a function of (name, parameter), "
+                f"got {type(rule).__name__}"
+            )
+    return rules
+
+
+def matches(rule: Keep, name: str | None, p: Tensor) -> bool:
+    if isinstance(rule, str):
+        return name is not None and fnmatchcase(name, rule)
+    if isinstance(rule, Tensor):
+        return rule is p
+    if isinstance(rule, nn.Module):
+        return any(q is p for q in rule.parameters())
+    return bool(rule(name or "", p))
+
+
+def reason(rule: Keep) -> str:
+    """Why a parameter is exempt, in the words of the rule that says so."""
+    if isinstance(rule, str):
+        return f"name matches {rule!r}"
+    if isinstance(rule, Tensor):
+        return "listed in keep32"
+    if isinstance(rule, nn.Module):
+        return f"part of a {type(rule).__name__} listed in keep32"
+    return f"chosen by {getattr(rule, '__name__', 'a predicate')}"
+
+
+def groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.01,
+    no_decay: str | Sequence[str] = (),
+    keep32: Keep | type[nn.Module] | Sequence[Keep | type[nn.Module]] = nn.Embedding,
+    mup_ratio: float = 1.0,
+    independent_decay: bool = False,
+) -> list[dict[str, Any]]:
+    """Parameter groups of a model, ready for any optimizer here.
+
+    Args:
+        lr: of everything that muParam does not scale.
+        weight_decay: of tensors with two dimensions or more; vectors (biases, gains) never decay.
+        no_decay: name patterns of further tensors that do not decay.
+        keep32: who keeps 32-bit state: patterns, modules, predicates, and classes of modules. Embeddings by default.
+        mup_ratio: base width / width. Multiplies the learning rate of every linear layer's weight; decay is not scaled.
+        independent_decay: decay by weight_decay * lr / lr_max, whatever the learning rate is.
+    """
+    if mup_ratio <= 0:
+        raise ValueError(f"mup_ratio is base width / width and must be positive, got {mup_ratio}")
+    given = keep32 if isinstance(keep32, Sequence) and not isinstance(keep32, str) else (keep32,)
+    classes = tuple(rule for rule in given if isinstance(rule, type))
+    rules = as_rules([rule for rule in given if not isinstance(rule, type)])
+    rules += tuple(module for module in model.modules() if isinstance(module, classes))
+    patterns = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
+    linear = {id(m.weight) for m in model.modules() if _is_linear(m)}
+    members: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
+    for name, p in model.named_parameters():
+        decays = p.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        members.setdefault((decays, id(p) in linear), []).append((name, p))
+    result = []
+    for (decays, scaled), params in sorted(members.items(), reverse=True):
+        ratio = mup_ratio if scaled else 1.0
+        decay = weight_decay if independent_decay else weight_decay / ratio
+        result.append(
+            {
+                "params": params,
+                "lr": lr * ratio,
+                "weight_decay": decay if decays else 0.0,
+                "independent_decay": independent_decay,
+                "keep32": [p for name, p in params if any(matches(rule, name, p) for rule in rules)],
+            }
+        )
+    return result
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # Hugging Face's Conv1D is GPT-2's linear layer with its weight transposed.
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

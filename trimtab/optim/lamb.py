@@ -1,0 +1,60 @@
+"""LAMB: Adam's update, scaled layer by layer to the size of the weights (You et al. 2020).
+
+u = m̂ / (√v̂ + eps) + wd p
+p <- p - lr (‖p‖ / ‖u‖) u           1 instead of the ratio where either norm is zero
+p <- p - lr min(1, c ‖p‖ / ‖u‖) u   with max_unorm c: the ratio only ever shortens the step
+"""
+
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from trimtab.ops import step_rules
+from trimtab.optim.optimizer import Batch, Optimizer, Options
+
+
+class LAMB(Optimizer):
+    """For very large batches. The norms are those of whole tensors, with 8-bit state and over shards too."""
+
+    rule = "adamw"
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        max_unorm: float | None = None,
+        beta2_power: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        """`max_unorm` is bitsandbytes' one-sided clip (its default is 1.0); None is LAMB as published."""
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_unorm": max_unorm,
+            "beta2_power": beta2_power,
+        }
+        super().__init__(params, defaults, options)
+
+    def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        group = batch.group
+        return step_rules.lamb(
+            batch.steps,
+            lr=1.0 if sums is None else group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=self.decay_of(group),
+            grad_scale=batch.grad_scale,
+            trust=1.0 if sums is None else step_rules.trust_from_norms(sums, bound=group["max_unorm"]),
+            beta2_power=group["beta2_power"],
+        )
+
+    def measure(self, batch: Batch) -> Tensor:
+        return self.norms_of(batch, self.rows(batch, None))

@@ -1,0 +1,361 @@
+"""What every optimizer here shares: options, state, and one step over all parameters in a few calls.
+
+    gather      parameters with a gradient, by group and by how their state is kept           -> batches
+    inspect     gradient norms, where somebody asked: skip the non-finite, clip by percentile -> grad_scale
+    measure     the first pass of StableAdamW, LAMB and LARS, added up over shards            -> sums
+    rows        hyper-parameters and step numbers to one row of numbers per tensor
+    apply       the fused kernel, once per batch
+
+An optimizer is a subclass with a `rule`, the names of its `moments`, and `rows`; two-pass ones also have `measure`.
+Nothing in a step waits for the device.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from trimtab.ops.checks import FLOATS
+from trimtab.ops.codebook import load_codebook
+from trimtab.ops.step import DECAY, RULES, gradient_norms_unchecked, norms_unchecked, step_unchecked
+from trimtab.optim import checkpoint
+from trimtab.optim.chunks import step_in_chunks
+from trimtab.optim.describe import Description, describe
+from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
+from trimtab.optim.options import DEFAULTS, Options, check_group, check_lr, check_options, check_param
+from trimtab.optim.sharding import add_up_shards, flat, is_sharded, local
+from trimtab.optim.state import Storage, choose_storage, new_moment
+
+RING = 100  # gradient norms that percentile clipping remembers
+
+
+@dataclass(eq=False)
+class Batch:
+    """Tensors of one group that are kept the same way: what one call of the kernel works on."""
+
+    group: dict[str, Any]
+    storage: Storage
+    owners: list[Tensor] = field(default_factory=list)  # the parameters themselves
+    where: list[int] = field(default_factory=list)  # their places among all parameters
+    params: list[Tensor] = field(default_factory=list)  # what this process holds of them, in memory order
+    grads: list[Tensor] = field(default_factory=list)
+    kept: list[dict[str, Any]] = field(default_factory=list)  # their states
+    steps: Tensor = field(init=False)  # the number of the step being taken, per tensor
+    grad_scale: Tensor | float = 1.0
+
+    def list_states(self, suffix: str, moments: Iterable[str]) -> list[Tensor]:
+        return [flat(state[name + suffix]) for name in moments for state in self.kept]
+
+    def numels(self) -> Tensor:
+        """Of the whole tensors, not of the shards."""
+        return torch.tensor([p.numel() for p in self.owners], device=self.steps.device)
+
+
+class Optimizer(torch.optim.Optimizer):
+    rule: ClassVar[str]  # in trimtab.ops.step.RULES
+    moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
+    extras: ClassVar[tuple[str, ...]] = ()  # what else it keeps, always in 32 bits
+    debiased: ClassVar[bool] = False  # the stored moments are the bias-corrected ones
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
+        given = dict(options)
+        keep = given.pop("keep32", None)
+        self._rules: tuple[Keep, ...] = EMBEDDINGS if keep is None else as_rules(keep)  # type: ignore[arg-type]
+        self._exempt: dict[Tensor, str] = {}
+        self._storage: dict[Tensor, Storage] = {}
+        self._measured: list[tuple[list[int], Tensor]] = []
+        used: set[int] = set()
+        self._used_rules: set[int] | None = used
+        super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
+        self._used_rules = None
+        idle = [reason(rule) for i, rule in enumerate(self._rules) if keep is not None and i not in used]
+        if idle:
+            warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
+
+    # --- What a subclass says
+
+    def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        """One row of `trimtab.ops.step.SCALARS` per tensor; `sums` are those of `measure`, None before it."""
+        raise NotImplementedError
+
+    def measure(self, batch: Batch) -> Tensor | None:
+        """The first pass, if the rule has one: sums [tensors, k] over this process's shards."""
+        return None
+
+    def initial(self, group: dict[str, Any]) -> float:
+        """What the moments start from."""
+        return 0.0
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyper-parameters that make no sense."""
+        check_group(group)
+
+    def decay_of(self, group: dict[str, Any]) -> float:
+        """The weight decay that `rows` deals with; an independent one is none of its business."""
+        return 0.0 if group["independent_decay"] else group["weight_decay"]
+
+    def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The moments this group really keeps."""
+        return self.moments
+
+    # --- Parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        group = dict(param_group)
+        rules = as_rules(group.pop("keep32")) if "keep32" in group else self._rules
+        explicit = not all(isinstance(rule, str) and rule in EMBEDDINGS for rule in rules)
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        try:
+            self.check_group(group)
+            names = group.get("param_names", [None] * len(group["params"]))
+            if explicit and names and names[0] is None and any(isinstance(rule, str) for rule in rules):
+                raise ValueError(
+                    "keep32 has name patterns but the parameters have no names; pass model.named_parameters()"
+                )
+            for name, p in zip(names, group["params"], strict=True):
+                check_param(name or "a parameter", p, group["rounding"])
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for name, p in zip(names, group["params"], strict=True):
+            found = [i for i, rule in enumerate(rules) if matches(rule, name, p)]
+            if found:
+                self._exempt[p] = reason(rules[found[0]])
+            if rules is self._rules and self._used_rules is not None:
+                self._used_rules.update(found)
+
+    @property
+    def names(self) -> list[str]:
+        """Every parameter's name, in the order of `rms` and `skipped`."""
+        return [
+            name
+            for i, group in enumerate(self.param_groups)
+            for name in group.get("param_names", [f"group {i}, parameter {k}" for k in range(len(group["params"]))])
+        ]
+
+    def storage_of(self, p: Tensor, group: dict[str, Any]) -> Storage:
+        """How this parameter's moments are kept, or will be."""
+        return self._storage.get(p) or choose_storage(p.numel(), group, self._exempt.get(p))
+
+    # --- The step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient. `closure` is called first, with gradients on."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches = self._gather()
+        for batch in batches:
+            batch.grad_scale = (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
+        self._inspect([batch for batch in batches if _inspects(batch.group)])
+        for batch, sums in zip(batches, self._measure(batches), strict=True):
+            rows = self._final_rows(batch, sums)
+            self._apply(batch, rows)
+            self._count(batch, rows)
+        return loss
+
+    def _gather(self) -> list[Batch]:
+        batches: dict[tuple[int, Storage, torch.device], Batch] = {}
+        where = -1
+        for number, group in enumerate(self.param_groups):
+            check_lr(group["lr"])
+            for p in group["params"]:
+                where += 1
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    self._create(p, group, state)
+                storage = self._storage[p]
+                if storage.block != group["block"] or storage.codebook != group["codebook"]:
+                    raise ValueError(
+                        f"the state was made with block={storage.block}, codebook={storage.codebook!r}, but the group "
+                        f"now says block={group['block']}, codebook={group['codebook']!r}; load a portable state "
+                        "dict into a new optimizer to change them"
+                    )
+                mine = local(p)
+                grad = _read_grad(p.grad, mine)
+                key = (number, storage, mine.device)
+                if key not in batches:
+                    batches[key] = Batch(group, storage)
+                batch = batches[key]
+                batch.owners.append(p)
+                batch.where.append(where)
+                batch.params.append(flat(mine))
+                batch.grads.append(grad)
+                batch.kept.append(state)
+        for batch in batches.values():
+            batch.steps = torch.stack([state["step"] for state in batch.kept]) + 1
+        return list(batches.values())
+
+    def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        self._storage[p] = storage = self.storage_of(p, group)
+        mine = local(p)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
+        for name, signed in zip(self.states_of(group), RULES[self.rule].signed, strict=False):
+            state |= new_moment(mine, name, storage, signed=signed, value=self.initial(group))
+
+    def _inspect(self, batches: list[Batch]) -> None:
+        """Look at the gradients' norms: a NaN in grad_scale makes the kernel skip a tensor, and `_count` counts it."""
+        if not batches:
+            return
+        norms = [gradient_norms_unchecked(batch.grads).view(-1, 1) for batch in batches]
+        for batch, squares in zip(batches, _whole(batches, norms), strict=True):
+            group, scale = batch.group, torch.as_tensor(batch.grad_scale, device=squares.device)
+            squares = squares[:, 0] * scale**2
+            finite = squares.isfinite()
+            if group["percentile_clipping"] < 100:
+                scale = scale * self._clip_by_percentile(batch, squares, finite)
+            batch.grad_scale = torch.where(finite, scale.double(), torch.nan) if _skips(group) else scale
+
+    def _clip_by_percentile(self, batch: Batch, squares: Tensor, finite: Tensor) -> Tensor:
+        """Remember this norm in place of the oldest; the factor that brings it down to the percentile."""
+        now = squares.float()
+        rings = [state.get("grad_norms") for state in batch.kept]
+        filled = [ring if ring is not None else now[i].expand(RING) for i, ring in enumerate(rings)]
+        slots = (batch.steps.long() % RING)[:, None]
+        old = torch.stack(filled)
+        ring = torch.where(finite[:, None], old.scatter(1, slots, now[:, None]), old)
+        ring = torch.where(old.isfinite() | ~finite[:, None], ring, now[:, None])  # the first norms were not finite
+        for state, row in zip(batch.kept, ring.unbind(), strict=True):
+            state["grad_norms"] = row.clone()
+        limit = ring.sort(dim=1).values[:, batch.group["percentile_clipping"]]
+        return torch.where(finite & (squares > limit), (limit.double() / squares).sqrt(), 1.0)
+
+    def _measure(self, batches: list[Batch]) -> list[Tensor | None]:
+        found = [self.measure(batch) for batch in batches]
+        self._measured = []
+        measured = [(batch, sums) for batch, sums in zip(batches, found, strict=True) if sums is not None]
+        if not measured:
+            return [None] * len(batches)
+        return list(_whole([batch for batch, _ in measured], [sums for _, sums in measured]))
+
+    def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        rows, group = self.rows(batch, sums), batch.group
+        if group["independent_decay"] and group["weight_decay"] != 0:
+            rows[:, DECAY] = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
+        return rows
+
+    def _apply(self, batch: Batch, rows: Tensor) -> None:
+        moments, group = self.states_of(batch.group), batch.group
+        careful = group["rounding"] != "nearest" and any(p.dtype != torch.float32 for p in batch.params)
+        if group["skip_zeros"] or careful or not moments:
+            step_in_chunks(
+                self.rule, batch.params, batch.grads, batch.kept, moments, batch.storage, rows, batch.steps, group
+            )
+            return
+        step_unchecked(*self.kernel_arguments(batch, rows))
+
+    def kernel_arguments(self, batch: Batch, rows: Tensor) -> tuple[Any, ...]:
+        """What the ops of trimtab.ops.step take."""
+        storage, device = batch.storage, rows.device
+        books = [load_codebook(storage.codebook, signed=signed).to(device) for signed in (True, False)]
+        names = self.states_of(batch.group)
+        if storage.bits == 32:
+            states, absmax = batch.list_states("", names), []
+        else:
+            states, absmax = batch.list_states("_codes", names), batch.list_states("_absmax", names)
+        block = min(storage.block, max([1, *(p.numel() for p in batch.params)]))
+        return batch.params, batch.grads, states, absmax, rows, *books, self.rule, block
+
+    def norms_of(self, batch: Batch, rows: Tensor) -> Tensor:
+        """The sums of p^2 and of (change of p)^2 that these rows would make."""
+        return norms_unchecked(*self.kernel_arguments(batch, rows))
+
+    def _count(self, batch: Batch, rows: Tensor) -> None:
+        """Steps move on where a step was taken, and only there."""
+        steps = batch.steps
+        if _skips(batch.group):
+            skipped = rows.isfinite().all(dim=1).logical_not()
+            steps = torch.where(skipped, steps - 1, steps)
+            for state, more in zip(batch.kept, skipped.float().unbind(), strict=True):
+                state["skipped"] = state.get("skipped", 0) + more
+        for state, step in zip(batch.kept, steps.unbind(), strict=True):
+            state["step"] = step
+
+    # --- What can be read
+
+    @property
+    def skipped(self) -> Tensor:
+        """How often each parameter's step was left out because its gradient was not finite, in the order of `names`."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        counts = [self.state[p].get("skipped") if p in self.state else None for p in params]
+        device = next((c.device for c in counts if c is not None), torch.device("cpu"))
+        zero = torch.zeros((), device=device)
+        return torch.stack([zero if c is None else c for c in counts]) if counts else torch.zeros(0)
+
+    def describe(self) -> Description:
+        """What is quantized, what is not and why, the bytes now and at 32 bits. Print it."""
+        return describe(self)
+
+    # --- State dicts, copies
+
+    def state_dict(self, *, format: checkpoint.Format | None = None) -> dict[str, Any]:
+        """`packed`: codes and scales, for an exact resume. `portable`: float32, for other optimizers and other shards.
+
+        Left out, it is packed, or portable if the parameters are sharded.
+        """
+        return checkpoint.save(self, format)
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
+        """Load either format, or the state of PyTorch's optimizer of the same name.
+
+        How the state is kept (bits, block, codebook) stays as this optimizer was told. Codes of another block size or
+        codebook are refused unless `convert`, because storing them anew loses something.
+        """
+        checkpoint.load(self, state_dict, convert=convert)
+
+    def __getstate__(self) -> dict[str, Any]:
+        patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the rest did its work already
+        own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
+        return super().__getstate__() | own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._used_rules = None
+        for group in self.param_groups:
+            for key, value in (DEFAULTS | self.defaults).items():
+                group.setdefault(key, value)
+
+
+def _read_grad(grad: Tensor, mine: Tensor) -> Tensor:
+    """This process's gradient in the memory order of its parameter."""
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"gradients must be dense, got {grad.layout}; build the embedding with sparse=False")
+    grad = local(grad)
+    if grad.dtype not in FLOATS:
+        raise RuntimeError(f"gradients must be float32, bfloat16 or float16, got {grad.dtype}")
+    if grad.is_contiguous() and mine.is_contiguous():
+        return grad
+    if grad.stride() != mine.stride():
+        grad = torch.empty_like(mine, dtype=grad.dtype).copy_(grad)
+    return flat(grad)
+
+
+def _skips(group: dict[str, Any]) -> bool:
+    return bool(group["skip_nonfinite"] or group["loss_scale"] != 1)
+
+
+def _inspects(group: dict[str, Any]) -> bool:
+    return _skips(group) or group["percentile_clipping"] < 100
+
+
+def _whole(batches: list[Batch], sums: list[Tensor]) -> Iterable[Tensor]:
+    """Sums of shards to sums of whole tensors, for all batches in one collective."""
+    owners = [p for batch in batches for p in batch.owners]
+    if not any(is_sharded(p) for p in owners):
+        return [part.double() for part in sums]
+    if len({part.device for part in sums}) > 1:
+        return [add_up_shards(batch.owners, part) for batch, part in zip(batches, sums, strict=True)]
+    return add_up_shards(owners, torch.cat(sums)).split([len(part) for part in sums])

@@ -1,0 +1,152 @@
+"""What every optimizer takes besides its own hyper-parameters, and what it refuses.
+
+Refuse, never ignore: an option that is not what it says would be found out only by its results.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, TypedDict, get_args
+
+from torch import Tensor
+
+from trimtab.ops import backends
+from trimtab.ops.checks import FLOATS, check_block
+from trimtab.ops.codebook import Name, load_codebook
+from trimtab.optim.groups import Keep
+from trimtab.optim.sharding import is_dense, is_sharded, local
+
+Rounding = Literal["nearest", "stochastic", "kahan"]
+
+
+class Options(TypedDict, total=False):
+    """Everything but keep32 can be set per group too."""
+
+    bits: Literal[8, 32]  # of the state; 32
+    block: int  # values that share a scale; 256
+    min_8bit_size: int  # smaller tensors keep 32 bits; 4096
+    codebook: Name  # "dynamic-symmetric"
+    keep32: Keep | Iterable[Keep]  # who else keeps 32 bits; by default embeddings, known by their names
+    maximize: bool
+    independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
+    lr_max: float | None  # the peak of the schedule; by default the learning rate given here
+    skip_zeros: bool  # elements whose gradient is exactly zero keep their weight and state
+    skip_nonfinite: bool  # a tensor whose gradient holds a NaN or Inf is left as it is, and counted in `skipped`
+    loss_scale: float  # the loss was multiplied by this; implies skip_nonfinite
+    percentile_clipping: int  # shorten gradients longer than this percentile of the last 100; 100 is off
+    rounding: Rounding  # of bfloat16 and float16 parameters
+    # PyTorch's switches. There is one path and it is fused, so only values that ask for nothing else are taken.
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+    amsgrad: bool
+
+
+DEFAULTS: dict[str, Any] = {
+    "bits": 32,
+    "block": 256,
+    "min_8bit_size": 4096,
+    "codebook": "dynamic-symmetric",
+    "maximize": False,
+    "independent_decay": False,
+    "lr_max": None,
+    "skip_zeros": False,
+    "skip_nonfinite": False,
+    "loss_scale": 1.0,
+    "percentile_clipping": 100,
+    "rounding": "nearest",
+}
+REFUSED = {
+    "foreach": (True, "all tensors already go through one call; leave it out"),
+    "fused": (False, "every step here is fused; leave it out"),
+    "capturable": (True, "a step cannot be captured in a CUDA graph; use torch.optim for that"),
+    "differentiable": (True, "steps are not differentiable; use torch.optim for that"),
+    "amsgrad": (True, "a running maximum of the second moment is not kept; use torch.optim for that"),
+}
+_LIMITS = (
+    ("weight_decay", 0, math.inf),
+    ("eps", 0, math.inf),
+    ("momentum", 0, math.inf),
+    ("alpha", 0, math.inf),
+    ("min_8bit_size", 0, math.inf),
+    ("percentile_clipping", 0, 100),
+)
+_POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "loss_scale", "t_alpha", "t_beta3")
+
+
+def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options without PyTorch's switches, which have no meaning here."""
+    for name, (value, instead) in REFUSED.items():
+        if given.get(name) is value:
+            raise ValueError(f"{optimizer} does not do {name}={value}: {instead}")
+    unknown = given.keys() - DEFAULTS.keys() - REFUSED.keys()
+    if unknown:
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"{optimizer} got unknown options {sorted(unknown)}; besides its own it takes {known}")
+    return {name: value for name, value in given.items() if name not in REFUSED}
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Every value of a group in its range. Fills in lr_max where it is needed."""
+    check_lr(group["lr"])
+    if group["lr"] < 0:
+        raise ValueError(f"lr must be at least 0, got {group['lr']}")
+    if group["bits"] not in (8, 32):
+        raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
+    check_block(group["block"])
+    load_codebook(group["codebook"])
+    for name, low, high in _LIMITS:
+        if name in group and not low <= group[name] <= high:
+            raise ValueError(f"{name} must be between {low} and {high}, got {group[name]}")
+    for name in _POSITIVE:
+        if group.get(name) is not None and not group[name] > 0:
+            raise ValueError(f"{name} must be above 0, got {group[name]}")
+    if not all(0 <= beta < 1 for beta in group.get("betas", ())):
+        raise ValueError(f"betas must be at least 0 and below 1, got {group['betas']}")
+    if group["rounding"] not in get_args(Rounding):
+        raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, got {group['rounding']!r}")
+    if group["independent_decay"]:
+        if group["lr_max"] is None:
+            group["lr_max"] = float(group["lr"])
+        if not group["lr_max"] > 0:
+            raise ValueError(
+                f"independent_decay divides by the peak learning rate, got lr_max={group['lr_max']}; "
+                "pass lr_max=, the highest value your schedule reaches"
+            )
+
+
+def check_lr(lr: Any) -> None:
+    """A number or a tensor with one element. A NaN, whose row would make the kernel skip everything, is caught."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor with one element, got shape {tuple(lr.shape)}")
+        if lr.device.type != "cpu":  # looking would wait for the device
+            return
+    if not math.isfinite(lr):
+        raise ValueError(f"lr must be finite, got {lr}")
+
+
+def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
+    if type(p).__name__ == "FlatParameter" or hasattr(p, "ds_id"):
+        raise ValueError(
+            f"{name} is a piece of several tensors laid end to end (FSDP1 or ZeRO): names, keep32, min_8bit_size, "
+            "RMS_t and trust ratios would be those of the piece, not of your layers. Use FSDP2 (fully_shard), which "
+            "keeps each tensor"
+        )
+    if p.dtype not in FLOATS:
+        raise ValueError(f"{name} is {p.dtype}; state can be kept for float32, bfloat16 and float16 parameters")
+    if rounding == "stochastic" and p.dtype not in FLOATS[:2]:
+        raise ValueError(f"{name} is {p.dtype}, but stochastic rounding needs bfloat16; 'kahan' does both")
+    mine = local(p)
+    if is_sharded(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
+        raise ValueError(f"{name} is a DTensor with partial sums; a parameter must be sharded or replicated")
+    if mine.device.type not in ("cpu", "cuda"):
+        remedy = "give it memory first (to_empty)" if mine.device.type == "meta" else "move the model to cpu or cuda"
+        raise ValueError(f"{name} is on {mine.device}, for which there are no kernels; {remedy}")
+    if mine.device.type == "cuda" and backends.triton_missing is not None:
+        raise ValueError(f"{name} is on {mine.device}, but the kernels for it are not here: {backends.triton_missing}")
+    if not is_dense(mine):
+        raise ValueError(
+            f"{name} has shape {tuple(mine.shape)} with strides {mine.stride()}, which leave gaps or overlap; "
+            "use a contiguous parameter"
+        )

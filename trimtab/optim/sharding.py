@@ -1,0 +1,85 @@
+"""Parameters that live on several processes, and parameters whose memory is not in the usual order.
+
+Under FSDP2 a parameter is a DTensor and this process holds one shard of it. The update is element by element, so it
+works on shards; what a rule needs to know of the whole tensor (RMS_t, LAMB's norms) is a sum, and sums of shards are
+added up across processes, all of one step's in one collective.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_sharded(x: object) -> bool:
+    """A DTensor. Importing its module takes long, and there is none before somebody imported it."""
+    if type(x) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def local(x: Any) -> Tensor:
+    """What this process holds of it."""
+    return x.to_local() if is_sharded(x) else x
+
+
+def flat(x: Tensor) -> Tensor:
+    """A contiguous view in memory order, of a tensor without gaps (channels_last, transposed)."""
+    return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Without gaps or overlaps: only then does an empty_like keep its strides."""
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def sharded_dims(p: Any) -> tuple[int, ...]:
+    """The dimensions of its mesh over which the tensor is cut."""
+    return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
+
+
+def add_up_shards(params: Sequence[Tensor], sums: Tensor) -> Tensor:
+    """Turn each row of `sums` [tensors, k] from that of the shard into that of the whole tensor.
+
+    One collective for all tensors that are cut the same way; none for tensors that are not cut.
+    """
+    ways: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    for i, p in enumerate(params):
+        if is_sharded(p):
+            ways.setdefault((p.device_mesh, sharded_dims(p)), []).append(i)  # type: ignore[attr-defined]
+    sums = sums.double()
+    for (mesh, dims), rows in ways.items():
+        part = sums[rows]
+        for dim in dims:
+            torch.distributed.all_reduce(part, group=mesh.get_group(dim))
+        sums[rows] = part
+    return sums
+
+
+def wrap_like(shard: Tensor, p: Any) -> Tensor:
+    """A DTensor of this process's shard, cut like the parameter; without one, the shard is the whole."""
+    if not is_sharded(p):
+        return shard
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def shard_like(x: Any, p: Any) -> Tensor:
+    """This process's part of a whole or differently cut tensor, for a parameter that may be cut itself."""
+    if not is_sharded(p):
+        return x.full_tensor() if is_sharded(x) else x
+    if is_sharded(x):
+        return x.redistribute(p.device_mesh, p.placements).to_local()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if prod(shape) == 0:
+        return x.new_empty(shape)
+    return x[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))].contiguous()
