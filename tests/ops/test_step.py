@@ -44,10 +44,17 @@ class Tensors:
     """Parameters and fresh state of some sizes."""
 
     def __init__(
-        self, rule: str, sizes: list[int], *, quantized: bool, block: int = 256, dtype: torch.dtype = torch.float32
+        self,
+        rule: str,
+        sizes: list[int],
+        *,
+        quantized: bool,
+        block: int = 256,
+        dtype: torch.dtype = torch.float32,
+        code: str = "codebook",
     ):
         generator = seed(0)
-        self.rule, self.block, self.quantized = rule, block, quantized
+        self.rule, self.block, self.quantized, self.code = rule, block, quantized, code
         self.params = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
         zeros = [127 if signed else 0 for signed in RULES[rule].signed]
         if quantized:
@@ -62,22 +69,25 @@ class Tensors:
 
     def arguments(self, grads: list[Tensor], scalars: Tensor) -> tuple:
         flat = [[x for group in groups for x in group] for groups in (self.states, self.absmax)]
-        return (self.params, grads, *flat, scalars, SIGNED, UNSIGNED, self.rule, self.block)
+        return (self.params, grads, *flat, scalars, SIGNED, UNSIGNED, self.rule, self.code, self.block)
 
     def ratio_arguments(self, grads: list[Tensor], scalars: Tensor) -> tuple:
-        return (grads, self.states[-1], self.absmax[-1] if self.quantized else [], scalars, UNSIGNED, self.block)
+        absmax = self.absmax[-1] if self.quantized else []
+        return (grads, self.states[-1], absmax, scalars, UNSIGNED, self.code, self.block)
 
     def ratios(self, grads: list[Tensor], scalars: Tensor) -> Tensor:
         absmax = self.absmax[-1] if self.quantized else None
-        return gradient_ratios(grads, self.states[-1], scalars, absmax=absmax, block=self.block)
+        return gradient_ratios(grads, self.states[-1], scalars, absmax=absmax, block=self.block, code=self.code)
 
     def step(self, grads: list[Tensor], scalars: Tensor) -> None:
         absmax = self.absmax if self.quantized else None
-        fused_step(self.rule, self.params, grads, self.states, scalars, absmax=absmax, block=self.block)
+        fused_step(self.rule, self.params, grads, self.states, scalars, absmax=absmax, block=self.block, code=self.code)
 
     def norms(self, grads: list[Tensor], scalars: Tensor) -> Tensor:
         absmax = self.absmax if self.quantized else None
-        return step_norms(self.rule, self.params, grads, self.states, scalars, absmax=absmax, block=self.block)
+        return step_norms(
+            self.rule, self.params, grads, self.states, scalars, absmax=absmax, block=self.block, code=self.code
+        )
 
 
 def steps(number: int, count: int = 1) -> Tensor:
@@ -89,10 +99,14 @@ def steps(number: int, count: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block", [256, 33])
-@pytest.mark.parametrize("quantized", [True, False])
+@pytest.mark.parametrize("code", ["float32", "codebook", "quadratic"])
 @pytest.mark.parametrize("rule", RULES)
-def test_native_steps_match_the_reference_to_the_last_bit(level, rule, quantized, block, dtype):
-    mine, theirs = (Tensors(rule, SIZES, quantized=quantized, block=block, dtype=dtype) for _ in range(2))
+def test_native_steps_match_the_reference_to_the_last_bit(level, rule, code, block, dtype):
+    quantized = code != "float32"
+    mine, theirs = (
+        Tensors(rule, SIZES, quantized=quantized, block=block, dtype=dtype, code=code if quantized else "codebook")
+        for _ in range(2)
+    )
     generator = seed(1)
     for number in range(1, 4):
         grads = [spread(n, generator, decades=4).to(dtype) for n in SIZES]

@@ -25,6 +25,7 @@ from torch import Tensor
 from trimtab.ops import blockwise, blockwise_triton, int8, int8_triton, step, step_rules, step_triton
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.codebook import dynamic, linear, load_codebook, midpoints
+from trimtab.ops.quadratic import encode_moments
 
 SIGNED, UNSIGNED = load_codebook(), load_codebook(signed=False)
 SIZES = [1, 63, 256, 257, 1031]  # below, at and above a block; a prime
@@ -130,6 +131,7 @@ def arguments(
     *,
     bits: int,
     block: int = 256,
+    code: str = "codebook",
     sizes: list[int] = SIZES,
     params: Any = torch.float32,
     grads: Any = torch.float32,
@@ -138,16 +140,23 @@ def arguments(
     p_dtypes, g_dtypes = ([d] * len(sizes) if isinstance(d, torch.dtype) else d for d in (params, grads))
     p = [random(n, seed=i).to(d) for i, (n, d) in enumerate(zip(sizes, p_dtypes, strict=True))]
     g = [random(n, seed=100 + i).to(d) for i, (n, d) in enumerate(zip(sizes, g_dtypes, strict=True))]
-    states, absmax = [], []
-    for k, is_signed in enumerate(step.RULES[rule].signed):
-        for i, n in enumerate(sizes):
-            moment = random(n, seed=1000 * (k + 1) + i)
-            moment = moment if is_signed else moment.square()
-            if bits == 8:
-                moment, scale = blockwise.quantize_reference(moment, SIGNED if is_signed else UNSIGNED, block)
-                absmax.append(scale)
-            states.append(moment)
-    return p, g, states, absmax, RULES[rule](torch.arange(len(sizes)) + 1), SIGNED, UNSIGNED, rule, block
+    signed = step.RULES[rule].signed
+    stored: list[list[Any]] = []  # per tensor, per state
+    for i, n in enumerate(sizes):
+        moments = [random(n, seed=1000 * (k + 1) + i) for k in range(len(signed))]
+        moments = [m if is_signed else m.square() for m, is_signed in zip(moments, signed, strict=True)]
+        if code == "quadratic":
+            stored.append(encode_moments(moments, signed, block))
+        elif bits == 8:
+            books = [SIGNED if is_signed else UNSIGNED for is_signed in signed]
+            stored.append(
+                [blockwise.quantize_reference(m, book, block) for m, book in zip(moments, books, strict=True)]
+            )
+        else:
+            stored.append([(m,) for m in moments])
+    states = [tensor[k][0] for k in range(len(signed)) for tensor in stored]
+    absmax = [tensor[k][1] for k in range(len(signed)) for tensor in stored if bits == 8]
+    return p, g, states, absmax, RULES[rule](torch.arange(len(sizes)) + 1), SIGNED, UNSIGNED, rule, code, block
 
 
 def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -161,22 +170,24 @@ def stepped(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[0], args[2], args[3]
 
 
-@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize(("bits", "code"), [(8, "codebook"), (8, "quadratic"), (32, "codebook")])
 @pytest.mark.parametrize("rule", RULES)
-def test_a_step_on_many_tensors_matches_the_reference_exactly(rule: str, bits: int) -> None:
-    args = arguments(rule, bits=bits, sizes=[1, 63, 0, 256, 257, 1031])
+def test_a_step_on_many_tensors_matches_the_reference_exactly(rule: str, bits: int, code: str) -> None:
+    args = arguments(rule, bits=bits, code=code, sizes=[1, 63, 0, 256, 257, 1031])
     assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
 
 
 @pytest.mark.parametrize(("rule", "block"), [*((rule, 300) for rule in RULES), ("adamw", 2048)])
-def test_a_block_may_be_longer_than_a_tile(rule: str, block: int, small_tile: int) -> None:
-    args = arguments(rule, bits=8, block=block, sizes=[257, 700])
+@pytest.mark.parametrize("code", ["codebook", "quadratic"])
+def test_a_block_may_be_longer_than_a_tile(rule: str, block: int, code: str, small_tile: int) -> None:
+    args = arguments(rule, bits=8, block=block, code=code, sizes=[257, 700])
     assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
 
 
 @pytest.mark.parametrize("block", [1, 33, 64])
-def test_a_program_may_take_many_short_blocks(block: int) -> None:
-    args = arguments("adamw", bits=8, block=block)
+@pytest.mark.parametrize("code", ["codebook", "quadratic"])
+def test_a_program_may_take_many_short_blocks(block: int, code: str) -> None:
+    args = arguments("adamw", bits=8, block=block, code=code)
     assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
 
 
@@ -240,10 +251,12 @@ def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> Non
 
 @pytest.mark.parametrize("bits", [8, 32])
 def test_gradient_ratios_match_the_reference(bits: int, small_tile: int) -> None:
-    _, grads, v, absmax, scalars, _, unsigned, _, block = arguments("rms", bits=bits, block=300, sizes=[63, 0, 400])
+    _, grads, v, absmax, scalars, _, unsigned, _, code, block = arguments(
+        "rms", bits=bits, block=300, sizes=[63, 0, 400]
+    )
     scalars[2, step.EPS] = 0
     scalars[0, step.COUPLED] = 0.5  # of no account here
-    args = (grads, v, absmax, scalars, unsigned, block)
+    args = (grads, v, absmax, scalars, unsigned, code, block)
     torch.testing.assert_close(step_triton.ratios(*args), step.ratios_reference(*args), rtol=1e-6, atol=0)
 
 
@@ -330,10 +343,10 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield step_triton._gradient_norms_kernel, {"G_TYPE": tl.bfloat16, "ALIGNED": True, "MANY": False, **tile}
     for rule in RULES:
         keeps = sum(1 << step_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
-        for quantized in (True, False):
+        for quantized in (0, 1, 2):
             chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
             # Blocks longer than a tile take longest to compile, and take the same path in every rule.
-            chosen |= {"ALIGNED": quantized, "MANY": rule == "adamw", **tile}
+            chosen |= {"ALIGNED": quantized > 0, "MANY": rule == "adamw", **tile}
             yield step_triton._step_kernel, chosen
             yield step_triton._norms_kernel, {**chosen, "RATIOS": rule == "rms"}
 

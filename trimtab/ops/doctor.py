@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -104,19 +105,24 @@ def _dequantize(device: str) -> bool:
 
 
 def _step(device: str, *, norms: bool) -> bool:
-    """One AdamW step with 8-bit state from zero, by the op and by the reference."""
+    """One AdamW step with 8-bit state from zero, in each code, by the op and by the reference."""
+    return all(_step_in(code, device, norms=norms) for code in get_args(step.Code))
+
+
+def _step_in(code: step.Code, device: str, *, norms: bool) -> bool:
     p, g = _values(device), _values(device).flip(0)
     signed, unsigned = load_codebook().to(device), load_codebook(signed=False).to(device)
-    codes = [torch.full_like(p, zero, dtype=torch.uint8) for zero in (127, 0)]
+    codes = [torch.zeros_like(p, dtype=torch.uint8) for _ in range(2)]
     absmax = [torch.zeros(4, device=device, dtype=torch.float32) for _ in codes]
     row = step_rules.adamw(torch.ones(1, device=device, dtype=torch.float32), lr=0.1)
     mine, theirs = ([x.clone() for x in (p, *codes, *absmax)] for _ in range(2))
-    expected = step.norms_reference([p], [g], codes, absmax, row, signed, unsigned, "adamw", 256)
+    expected = step.norms_reference([p], [g], codes, absmax, row, signed, unsigned, "adamw", code, 256)
     if norms:
-        sums = step.step_norms("adamw", [p], [g], [[c] for c in codes], row, absmax=[[a] for a in absmax])
+        sums = step.step_norms("adamw", [p], [g], [[c] for c in codes], row, absmax=[[a] for a in absmax], code=code)
         return torch.allclose(sums, expected, rtol=1e-5)
-    step.fused_step("adamw", mine[:1], [g], [[c] for c in mine[1:3]], row, absmax=[[a] for a in mine[3:]])
-    step.step_reference(theirs[:1], [g], theirs[1:3], theirs[3:], row, signed, unsigned, "adamw", 256)
+    states, scales = [[c] for c in mine[1:3]], [[a] for a in mine[3:]]
+    step.fused_step("adamw", mine[:1], [g], states, row, absmax=scales, code=code)
+    step.step_reference(theirs[:1], [g], theirs[1:3], theirs[3:], row, signed, unsigned, "adamw", code, 256)
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -131,7 +137,7 @@ def _gradient_ratios(device: str) -> bool:
         [_values(device) ** 2],
         step_rules.adamw(torch.ones(1, device=device, dtype=torch.float32), lr=0.1),
     )
-    expected = step.ratios_reference(g, v, [], row, load_codebook(signed=False).to(device), 256)
+    expected = step.ratios_reference(g, v, [], row, load_codebook(signed=False).to(device), "codebook", 256)
     return torch.allclose(step.gradient_ratios(g, v, row), expected, rtol=1e-5)
 
 

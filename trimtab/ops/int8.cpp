@@ -5,12 +5,6 @@ namespace trimtab::TRIMTAB_LEVEL {
 
 // --- Quantize. Rows of a contiguous matrix are blocks of `columns` values; only the code differs.
 
-INLINE vi round_to_int(vf x) {
-  // Adding 1.5 * 2^23 leaves no bits for a fraction: the addition itself rounds, half to even. Good for |x| < 2^22.
-  const vf magic = splat(12582912.0f);
-  return bits(x + magic) - bits(magic);
-}
-
 INLINE vc int8_codes(vf x, vf absmax) { return __builtin_convertvector(round_to_int(x / absmax * 127.0f), vc); }
 
 // A row of zeros, or one that is stored as NaN, gets zero codes.

@@ -151,12 +151,13 @@ std::vector<double> step(int rule, const std::vector<Address>& params, const std
                          const std::vector<Address>& states, const std::vector<Address>& absmax,
                          const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
                          const std::vector<int>& grad_dtypes, Address scalars, int64_t block, Address signed_book,
-                         int signed_entries, Address unsigned_book, int unsigned_entries, int pass, int threads) {
+                         int signed_entries, Address unsigned_book, int unsigned_entries, bool quadratic, int pass,
+                         int threads) {
   nb::gil_scoped_release release;
   auto tensors = step_tensors(params, grads, states, absmax, counts, param_dtypes, grad_dtypes, scalars);
   std::vector<double> sums((Pass)pass == Pass::update ? 0 : max_sums * tensors.size());
   const Codebook s = open_codebook(signed_book, signed_entries), u = open_codebook(unsigned_book, unsigned_entries);
-  active->step({(Rule)rule, tensors.data(), (int64_t)tensors.size(), block, &s, &u, !absmax.empty(),
+  active->step({(Rule)rule, tensors.data(), (int64_t)tensors.size(), block, &s, &u, !absmax.empty(), quadratic,
                 (Pass)pass, sums.data(), threads});
   return sums;
 }
@@ -166,7 +167,7 @@ std::vector<double> gradient_norms(const std::vector<Address>& grads, const std:
   nb::gil_scoped_release release;
   auto tensors = step_tensors({}, grads, {}, {}, counts, {}, dtypes, 0);
   std::vector<double> sums(max_sums * tensors.size()), squares(tensors.size());
-  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, Pass::norms, sums.data(), threads});
+  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, false, Pass::norms, sums.data(), threads});
   for (size_t t = 0; t < squares.size(); t++) squares[t] = sums[max_sums * t];
   return squares;
 }
@@ -174,7 +175,7 @@ std::vector<double> gradient_norms(const std::vector<Address>& grads, const std:
 void traffic(Address param, Address grad, Address m, Address v, int64_t count, bool quantized, int threads) {
   nb::gil_scoped_release release;
   auto tensors = step_tensors({param}, {grad}, {m, v}, {}, {count}, {0}, {0}, 0);
-  active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, Pass::update, nullptr, threads});
+  active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, false, Pass::update, nullptr, threads});
 }
 
 void quantize_int8(Address x, int dtype, int64_t rows, int64_t columns, bool by_column, Address codes, Address absmax,

@@ -66,6 +66,7 @@ struct Step {
   int64_t tensor_count, block;
   const Codebook *signed_book, *unsigned_book;
   bool quantized;
+  bool quadratic;  // in the quadratic code, which needs no codebook
   Pass pass;
   double* sums;  // [tensors][max_sums], written by every pass but the update
   int threads;

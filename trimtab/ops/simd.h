@@ -56,6 +56,12 @@ INLINE vf root(vf x) {
 #endif
 }
 
+INLINE vi round_to_int(vf x) {
+  // Adding 1.5 * 2^23 leaves no bits for a fraction: the addition itself rounds, half to even. Good for |x| < 2^22.
+  const vf magic = splat(12582912.0f);
+  return bits(x + magic) - bits(magic);
+}
+
 // Widen W codes.
 INLINE vi load_codes(const uint8_t* from) {
 #if defined(__AVX512F__)
@@ -64,6 +70,16 @@ INLINE vi load_codes(const uint8_t* from) {
   return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
   return __builtin_convertvector(load<vb>(from), vi);
+#endif
+}
+
+INLINE vi load_signed_codes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(load<vc>(from), vi);
 #endif
 }
 

@@ -1,7 +1,7 @@
 // The fused optimizer step. A task takes a stretch of one tensor; each block of it is decoded, updated and encoded
 // while it is in the cache. The rules are the equations of step.py, operation by operation: the build turns off the
 // contraction of a * b + c into one instruction, so the results are the reference's, to the last bit.
-#include "blockwise.h"
+#include "quadratic.h"
 
 namespace trimtab::TRIMTAB_LEVEL {
 
@@ -82,13 +82,17 @@ INLINE vf only(vf x, int lanes) {
 // Where the moments are: in the state itself; decoded into scratch before the update; or decoded by the update, vector by
 // vector. Divisions and square roots leave the other units idle for long on sixteen lanes, so there the last is best; on
 // eight lanes the loop becomes too long to look ahead in (docs/log.md).
-enum class Storage { float32, before, beside };
+// The quadratic code is decoded by the update too: that takes it two multiplications.
+enum class Storage { float32, before, beside, quadratic };
 
 // What the inner loop works on. Kept by value in its own frame: a store through a pointer then cannot change it.
 template <Rule R, Storage S>
 struct Block {
   static constexpr int states = sizeof Math<R>::is_signed;
   static constexpr bool coded = S != Storage::float32;
+  static constexpr bool quadratic = S == Storage::quadratic;
+  static constexpr bool has_second = !Math<R>::is_signed[states - 1];  // then the other moments are kept in units of its root
+  static constexpr Kind kind(int i) { return !has_second ? Kind::plain : i < states - 1 ? Kind::unit : Kind::root; }
   const DecodeSigned* decode_signed;
   const DecodeUnsigned* decode_unsigned;
   const uint8_t* codes[max_states];
@@ -106,11 +110,18 @@ struct Block {
     const vf p = P == Pass::ratios ? vf{} : load_lanes<WHOLE>(param + k, lanes);
     const vf g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
     vf state[max_states];
+    uint8_t last[states][W] = {};
+    for (int i = 0; quadratic && !WHOLE && i < states; i++) memcpy(last[i], codes[i] + k, lanes);
 #pragma GCC unroll 3
     for (int i = 0; i < states; i++) {
-      if constexpr (S == Storage::beside && WHOLE)
+      if constexpr (quadratic) state[i] = decode_quadratic(WHOLE ? codes[i] + k : last[i], absmax[i], kind(i));
+      else if constexpr (S == Storage::beside && WHOLE)
         state[i] = (Math<R>::is_signed[i] ? (*decode_signed)(codes[i] + k) : (*decode_unsigned)(codes[i] + k)) * absmax[i];
       else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
+    }
+    if constexpr (quadratic && has_second) {
+      for (int i = 0; i < states - 1; i++) state[i] *= state[states - 1];
+      state[states - 1] *= state[states - 1];
     }
     const vf update = Math<R>::update(s, g, state);
     if (P == Pass::norms) {
@@ -125,6 +136,10 @@ struct Block {
       return;
     }
     store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
+    if constexpr (quadratic && has_second) {
+      const vf second = state[states - 1] = root(state[states - 1]);
+      for (int i = 0; i < states - 1; i++) state[i] = second > 0 ? state[i] / second : vf{};
+    }
     for (int i = 0; i < states; i++) {
       store_lanes<WHOLE>(moment[i] + k, state[i], lanes);
       if (coded) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
@@ -237,6 +252,10 @@ static void run(const Step& step) {
         if (CODED) {
           b.codes[i] = (const uint8_t*)x.state[i] + start;
           b.absmax[i] = x.absmax[i][block];
+          if constexpr (B::quadratic) {
+            b.absmax[i] = unit_of(b.absmax[i], B::kind(i));
+            continue;
+          }
           const int64_t whole = S == Storage::beside ? count / W * W : 0;
           decode(*books[i], b.codes[i] + whole, count - whole, b.absmax[i],
                  [=](int64_t k, vf y, int lanes) { memcpy(moment + whole + k, &y, 4 * lanes); });
@@ -254,7 +273,8 @@ static void run(const Step& step) {
       for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
       for (int i = 0; i < states; i++) {
         uint8_t* codes = (uint8_t*)x.state[i] + start;
-        if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
+        if (B::quadratic) encode_quadratic(B::kind(i), b.moment[i], count, absmax[i], codes);
+        else if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
         else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
         x.absmax[i][block] = stored(absmax[i]);
       }
@@ -278,6 +298,7 @@ static void run_pass(const Step& step) {
 template <Rule R>
 static void run_rule(const Step& step) {
   if (!step.quantized) return run_pass<R, Storage::float32>(step);
+  if (step.quadratic) return run_pass<R, Storage::quadratic>(step);
   if constexpr (W == 16) {
     const auto kind = step.signed_book->kind;
     const bool dynamic = (kind == Codebook::dynamic_signed || kind == Codebook::dynamic_symmetric) &&

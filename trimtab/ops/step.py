@@ -19,7 +19,7 @@ Twins: step.cpp (CPU), step_triton.py (GPU).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from trimtab.ops.checks import (
     check_tensor,
 )
 from trimtab.ops.codebook import load_codebook
+from trimtab.ops.quadratic import decode_moments, encode_moments, exact_root
 
 SCALARS = (
     "grad_scale",  # g <- grad_scale * gradient
@@ -57,6 +58,7 @@ GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS
     len(SCALARS)
 )
 
+Code = Literal["codebook", "quadratic"]
 Row = list[float]
 Moments = tuple[Tensor, ...]
 
@@ -70,6 +72,7 @@ def fused_step(
     *,
     absmax: Sequence[Sequence[Tensor]] | None = None,
     block: int = 256,
+    code: Code = "codebook",
     signed: Tensor | None = None,
     unsigned: Tensor | None = None,
 ) -> None:
@@ -77,8 +80,9 @@ def fused_step(
 
     `states` and `absmax` hold one list per state of the rule (see `RULES`), each with one tensor per parameter:
     uint8 codes with one absmax per block, or, when `absmax` is None, float32 moments. `scalars` is [tensors, 14].
+    Codes are those of a codebook, or quadratic ones (quadratic.py).
     """
-    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned)
+    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, code, signed, unsigned)
     if params:
         _step(*arguments)
 
@@ -92,6 +96,7 @@ def step_norms(
     *,
     absmax: Sequence[Sequence[Tensor]] | None = None,
     block: int = 256,
+    code: Code = "codebook",
     signed: Tensor | None = None,
     unsigned: Tensor | None = None,
 ) -> Tensor:
@@ -99,7 +104,7 @@ def step_norms(
 
     Returns float32 [tensors, 2]: the sum of p^2 and the sum of (change of p)^2. Sums, so that shards can be added up.
     """
-    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, signed, unsigned, writes=False)
+    arguments = _prepare(rule, params, grads, states, scalars, absmax, block, code, signed, unsigned, writes=False)
     return norms_unchecked(*arguments) if params else scalars.new_zeros(0, 2)
 
 
@@ -110,6 +115,7 @@ def gradient_ratios(
     *,
     absmax: Sequence[Tensor] | None = None,
     block: int = 256,
+    code: Code = "codebook",
     unsigned: Tensor | None = None,
 ) -> Tensor:
     """The sum of g^2 / max(v, eps^2) of each tensor, float32 [tensors]: the first pass of StableAdamW.
@@ -117,9 +123,11 @@ def gradient_ratios(
     v is the one that a `fused_step` with these rows would make. Sums, so that shards can be added up.
     """
     stored = None if absmax is None else [absmax]
-    arguments = _prepare("rms", grads, grads, [second_moments], scalars, stored, block, None, unsigned, writes=False)
-    _, grads, states, scales, scalars, _, book, _, block = arguments
-    return ratios_unchecked(grads, states, scales, scalars, book, block) if grads else scalars.new_zeros(0)
+    arguments = _prepare(
+        "rms", grads, grads, [second_moments], scalars, stored, block, code, None, unsigned, writes=False
+    )
+    _, grads, states, scales, scalars, _, book, _, _, block = arguments
+    return ratios_unchecked(grads, states, scales, scalars, book, code, block) if grads else scalars.new_zeros(0)
 
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
@@ -137,15 +145,10 @@ def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
 # this order, each rounded once, so that the codes agree exactly.
 
 
-def _root(v: Tensor) -> Tensor:
-    # PyTorch may hand a float32 square root to a library that misses the last bit; rounding the float64 one does not.
-    return v.double().sqrt().float()
-
-
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
     m = r[BETA1] * m + r[GAIN1] * g
     v = r[BETA2] * v + r[GAIN2] * (g * g)
-    return m / (_root(v) * r[DEBIAS] + r[EPS]), (m, v)
+    return m / (exact_root(v) * r[DEBIAS] + r[EPS]), (m, v)
 
 
 def _momentum(p: Tensor, g: Tensor, m: Tensor, r: Row) -> tuple[Tensor, Moments]:
@@ -161,14 +164,14 @@ def _lion(p: Tensor, g: Tensor, m: Tensor, r: Row) -> tuple[Tensor, Moments]:
 
 def _rms(p: Tensor, g: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
     v = r[BETA2] * v + r[GAIN2] * (g * g)
-    return g / (_root(v) * r[DEBIAS] + r[EPS]), (v,)
+    return g / (exact_root(v) * r[DEBIAS] + r[EPS]), (v,)
 
 
 def _ademamix(p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
     m = r[BETA1] * m + r[GAIN1] * g
     slow = r[BETA3] * slow + r[GAIN3] * g
     v = r[BETA2] * v + r[GAIN2] * (g * g)
-    return (r[MIX_M] * m + r[MIX_G] * slow) / (_root(v) * r[DEBIAS] + r[EPS]), (m, slow, v)
+    return (r[MIX_M] * m + r[MIX_G] * slow) / (exact_root(v) * r[DEBIAS] + r[EPS]), (m, slow, v)
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ def step_reference(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> None:
     """The definition, tensor by tensor. `states` and `absmax` are flat: all of the first state, then the next."""
@@ -207,8 +211,15 @@ def step_reference(
         if row is None:
             continue
         mine, scales = states[i :: len(params)], absmax[i :: len(params)]
-        p, update, moments = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, block)
+        p, update, moments = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, code, block)
         params[i].copy_(row[DECAY] * p - row[LR] * update)
+        if absmax and code == "quadratic":
+            for target, scale, stored in zip(
+                mine, scales, encode_moments(moments, RULES[rule].signed, block), strict=True
+            ):
+                target.copy_(stored[0])
+                scale.copy_(stored[1])
+            continue
         for k, moment in enumerate(moments):
             if not absmax:
                 mine[k].copy_(moment)
@@ -230,13 +241,14 @@ def norms_reference(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> Tensor:
     """The definition of `step_norms`, with sums in float64."""
     result = scalars.new_zeros(len(params), 2)
     for i, row in enumerate(scalars.tolist()):
         mine, scales = states[i :: len(params)], absmax[i :: len(params)]
-        p, update, _ = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, block)
+        p, update, _ = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, code, block)
         change = (row[DECAY] - 1.0) * p - row[LR] * update
         result[i, 0] = p.double().square().sum()
         result[i, 1] = change.double().square().sum()
@@ -249,13 +261,16 @@ def ratios_reference(
     absmax: Sequence[Tensor],
     scalars: Tensor,
     unsigned: Tensor,
+    code: str,
     block: int,
 ) -> Tensor:
     """The definition of `gradient_ratios`, with sums in float64."""
     result = scalars.new_zeros(len(grads))
     for i, row in enumerate(scalars.tolist()):
         g, v = grads[i].float() * row[GRAD_SCALE], second_moments[i]
-        if absmax:
+        if absmax and code == "quadratic":
+            (v,) = decode_moments([v], [absmax[i]], [False], block)
+        elif absmax:
             v = dequantize_reference(v, absmax[i], unsigned, block, torch.float32)
         v = row[BETA2] * v + row[GAIN2] * (g * g)
         result[i] = (g * g / v.clamp(min=torch.tensor(row[EPS], dtype=torch.float32).square())).double().sum()
@@ -275,6 +290,7 @@ def _apply(
     row: Row,
     signed: Tensor,
     unsigned: Tensor,
+    code: str,
     block: int,
 ) -> tuple[Tensor, Tensor, Moments]:
     """Decode and apply the rule: the old parameter, the update and the new moments, all in float32."""
@@ -282,7 +298,9 @@ def _apply(
     if row[COUPLED] != 0:
         g = g + row[COUPLED] * p
     moments = states
-    if absmax:
+    if absmax and code == "quadratic":
+        moments = decode_moments(states, absmax, RULES[rule].signed, block)
+    elif absmax:
         books = [signed if s else unsigned for s in RULES[rule].signed]
         moments = [
             dequantize_reference(c, a, book, block, torch.float32)
@@ -314,13 +332,18 @@ def _prepare(
     scalars: Tensor,
     absmax: Sequence[Sequence[Tensor]] | None,
     block: int,
+    code: str,
     signed: Tensor | None,
     unsigned: Tensor | None,
     *,
     writes: bool = True,
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor, Tensor, str, int]:
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor, Tensor, str, str, int]:
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}; choose one of {', '.join(RULES)}")
+    if code not in get_args(Code):
+        raise ValueError(f"unknown code {code!r}; choose one of {', '.join(get_args(Code))}")
+    if code == "quadratic" and (signed is not None or unsigned is not None):
+        raise ValueError("the quadratic code uses no codebook; leave signed and unsigned out")
     check_block(block)
     count, wanted = len(params), len(RULES[rule].signed)
     lists = {"states": states} if absmax is None else {"states": states, "absmax": absmax}
@@ -365,7 +388,7 @@ def _prepare(
     if writes:
         check_disjoint(**tensors)
     block = min(block, max([1, *(p.numel() for p in params)]))  # a longer block is the same block
-    return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, block
+    return list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, code, block
 
 
 # The ops themselves. Checking hundreds of tensors costs more than updating them, so an optimizer, which made its own
@@ -393,6 +416,7 @@ def _(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> Tensor:
     return scalars.new_empty(len(params), 2)
@@ -405,6 +429,7 @@ def _(
     absmax: Sequence[Tensor],
     scalars: Tensor,
     unsigned: Tensor,
+    code: str,
     block: int,
 ) -> Tensor:
     return scalars.new_empty(len(grads))
@@ -429,9 +454,10 @@ def step_native(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> None:
-    _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, UPDATE)
+    _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, code, block, UPDATE)
 
 
 def norms_native(
@@ -443,9 +469,10 @@ def norms_native(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> Tensor:
-    sums = _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, block, NORMS)
+    sums = _call_native(params, grads, states, absmax, scalars, signed, unsigned, rule, code, block, NORMS)
     return torch.tensor(sums, dtype=torch.float32).view(-1, 2)
 
 
@@ -455,9 +482,10 @@ def ratios_native(
     absmax: Sequence[Tensor],
     scalars: Tensor,
     unsigned: Tensor,
+    code: str,
     block: int,
 ) -> Tensor:
-    arguments = (grads, grads, second_moments, absmax, scalars, unsigned, unsigned, "rms", block)
+    arguments = (grads, grads, second_moments, absmax, scalars, unsigned, unsigned, "rms", code, block)
     return torch.tensor(_call_native(*arguments, RATIOS)[::2], dtype=torch.float32)
 
 
@@ -478,6 +506,7 @@ def _call_native(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
     what: int,
 ) -> list[float]:
@@ -497,6 +526,7 @@ def _call_native(
         signed.numel(),
         unsigned.data_ptr(),
         unsigned.numel(),
+        code == "quadratic",
         what,
         torch.get_num_threads(),
     )

@@ -49,6 +49,7 @@ GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS
     tl.constexpr, range(len(SCALARS))
 )
 WIDTH = tl.constexpr(len(SCALARS))
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 def step(
@@ -60,10 +61,11 @@ def step(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> None:
     books = _books(signed, unsigned)
-    for group in _groups(params, grads, states, absmax, block, rule):
+    for group in _groups(params, grads, states, absmax, block, rule, code):
         group.run(_step_kernel, scalars, books)
 
 
@@ -76,10 +78,11 @@ def norms(
     signed: Tensor,
     unsigned: Tensor,
     rule: str,
+    code: str,
     block: int,
 ) -> Tensor:
     books, result = _books(signed, unsigned), scalars.new_zeros(len(params), 2)
-    for group in _groups(params, grads, states, absmax, block, rule):
+    for group in _groups(params, grads, states, absmax, block, rule, code):
         sums = scalars.new_empty(2, group.owner.numel())
         group.run(_norms_kernel, scalars, books, sums, RATIOS=False)
         result[group.members] = group.add_up(sums).T
@@ -92,13 +95,14 @@ def ratios(
     absmax: Sequence[Tensor],
     scalars: Tensor,
     unsigned: Tensor,
+    code: str,
     block: int,
 ) -> Tensor:
     """The first pass of rule "rms" with the gradients in the parameters' place, where nothing depends on them."""
     uncoupled = scalars.clone()
     uncoupled[:, COUPLED.value] = 0
     books, result = _books(unsigned, unsigned), scalars.new_zeros(len(grads))
-    for group in _groups(grads, grads, second_moments, absmax, block, "rms"):
+    for group in _groups(grads, grads, second_moments, absmax, block, "rms", code):
         sums = scalars.new_empty(1, group.owner.numel())
         group.run(_norms_kernel, uncoupled, books, sums, RATIOS=True)
         result[group.members] = group.add_up(sums)[0]
@@ -142,6 +146,7 @@ def _groups(
     absmax: Sequence[Tensor] = (),
     block: int = UNIT,
     rule: str = "",
+    code: str = "",
 ) -> Iterator[_Group]:
     block = block if absmax else UNIT
     rows, tile = tile_shape(block)
@@ -167,8 +172,9 @@ def _groups(
         )
         constants = {"G_TYPE": TYPES[g_dtype], "ALIGNED": aligned, "MANY": block > tile, "ROWS": rows, "TILE": tile}
         if rule:
+            quantized = 0 if not absmax else 2 if code == "quadratic" else 1
             keeps = sum(1 << _place(k, rule) for k in range(len(RULES[rule].signed)))
-            constants |= {"P_TYPE": TYPES[p_dtype], "RULE": rule, "KEEPS": keeps, "QUANTIZED": len(absmax) > 0}
+            constants |= {"P_TYPE": TYPES[p_dtype], "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
         yield _Group(members, table, owner, block, constants)
 
 
@@ -230,7 +236,8 @@ def _ademamix(row_ptr, g, m, slow, v):
     return tl.div_rn(_mix(row_ptr, MIX_M, m, MIX_G, slow), _denominator(row_ptr, v)), (m, slow, v)
 
 
-# --- The skeleton. Bit K of KEEPS: the rule has state K (0 m, 1 the slow m, 2 v). `at` is what a program works on.
+# --- The skeleton. Bit K of KEEPS: the rule has state K (0 m, 1 the slow m, 2 v). QUANTIZED: 0 float32, 1 by codebook,
+# 2 quadratic. `at` is what a program works on.
 
 
 @triton.jit
@@ -267,13 +274,56 @@ def _read(at, K: tl.constexpr, offsets, mask, KEEPS: tl.constexpr, QUANTIZED: tl
     line_ptr, _, books_ptr, blocks, block, count = at
     if (KEEPS >> K) & 1 == 0:
         return tl.zeros(offsets.shape, tl.float32)
-    elif QUANTIZED:
+    elif QUANTIZED > 0:
         codes = tl.load(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, mask=mask, other=0)
         scale_ptr = _pointer(line_ptr, SCALE + K, tl.float32, False) + blocks
         scale = tl.load(scale_ptr, mask=blocks * block < count, other=0.0)
+        if QUANTIZED == 2:
+            return _decode_quadratic(codes, scale, K, KEEPS)
         return tl.load(books_ptr + K // 2 * 2 * BOOK + codes.to(tl.int32), mask=mask, other=0.0) * scale
     else:
         return tl.load(_pointer(line_ptr, STATE + K, tl.float32, ALIGNED) + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def _decode_quadratic(codes, scale, K: tl.constexpr, KEEPS: tl.constexpr):
+    """√v, m in units of √v, or m itself: quadratic.py."""
+    if K == 2:
+        c = codes.to(tl.float32)
+        return c * c * tl.div_rn(scale, 65025.0)
+    c = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    if KEEPS >> 2:
+        return c * tl.div_rn(scale, 127.0)
+    return c * tl.abs(c) * tl.div_rn(scale, 16129.0)
+
+
+@triton.jit
+def _encode_quadratic(x, bits, K: tl.constexpr, KEEPS: tl.constexpr):
+    """Codes of what `_as_kept` returns. Adding 1.5 * 2^23 rounds half to even."""
+    absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
+    unit: tl.constexpr = (K < 2) and (KEEPS >> 2 == 1)
+    inverse = tl.minimum(tl.div_rn(tl.full(absmax.shape, 127.0 if unit else 1.0, tl.float32), absmax), LARGEST)
+    if unit:
+        r = x * inverse
+    else:
+        r = tl.sqrt_rn(tl.abs(x) * inverse) * (255.0 if K == 2 else 127.0)
+        r = tl.where(x < 0, -r, r)
+    codes = (r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    if K == 2:  # a positive second moment is never stored as zero
+        codes = tl.where((x > 0) & (codes == 0), 1, codes)
+    return tl.where(bits < INFINITY_BITS, codes, 0)
+
+
+@triton.jit
+def _as_kept(moments, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr):
+    """What is stored of the moments: in the quadratic code √v, and the others in units of it."""
+    m, slow, v = moments
+    if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
+        v = tl.sqrt_rn(v)
+        whole = tl.where(v > 0, v, 1.0)
+        m = tl.where(v > 0, tl.div_rn(m, whole), 0.0)
+        slow = tl.where(v > 0, tl.div_rn(slow, whole), 0.0)
+    return m, slow, v
 
 
 @triton.jit
@@ -299,6 +349,8 @@ def _advance(
     m = _read(at, 0, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
     slow = _read(at, 1, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
     v = _read(at, 2, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
+    if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
+        m, slow, v = m * v, slow * v, v * v
     if RULE == "adamw":
         update, moments = _adamw(row_ptr, g, m, slow, v)
     elif RULE == "momentum":
@@ -333,7 +385,10 @@ def _write(
     tl.store(_pointer(line_ptr, PARAM, P_TYPE, ALIGNED) + offsets, narrow(p, P_TYPE), mask=mask)
     for K in tl.static_range(3):
         if (KEEPS >> K) & 1:
-            if QUANTIZED:
+            if QUANTIZED == 2:
+                codes = _encode_quadratic(moments[K], bits[K], K, KEEPS)
+                tl.store(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, codes.to(tl.uint8), mask=mask)
+            elif QUANTIZED == 1:
                 codes = nearest(to_unit(moments[K], bits[K]), books_ptr + (K // 2 * 2 + 1) * BOOK)
                 if K == 2:  # a positive second moment is never stored as zero
                     codes = tl.where((moments[K] > 0) & (codes == 0) & (bits[K] < INFINITY_BITS), 1, codes)
@@ -383,18 +438,20 @@ def _step_kernel(
     at = (line_ptr, row_ptr, books_ptr, blocks, block, count)
 
     p, _, update, moments = _advance(at, 0, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+    moments = _as_kept(moments, KEEPS, QUANTIZED)
     bits = _largest(at, 0, moments, TILE)
-    if QUANTIZED and MANY:
+    if (QUANTIZED > 0) and MANY:
         for start in range(TILE, tl.minimum(tl.cast(block, tl.int64), count), TILE):
             _, _, _, later = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
-            more = _largest(at, start, later, TILE)
+            more = _largest(at, start, _as_kept(later, KEEPS, QUANTIZED), TILE)
             bits = (tl.maximum(bits[0], more[0]), tl.maximum(bits[1], more[1]), tl.maximum(bits[2], more[2]))
     _write(at, 0, p, update, moments, bits, P_TYPE, KEEPS, QUANTIZED, ALIGNED, TILE)
     if MANY:
         for start in range(TILE, tl.minimum(tl.cast(block, tl.int64), count), TILE):
             p, _, update, moments = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+            moments = _as_kept(moments, KEEPS, QUANTIZED)
             _write(at, start, p, update, moments, bits, P_TYPE, KEEPS, QUANTIZED, ALIGNED, TILE)
-    if QUANTIZED:
+    if QUANTIZED > 0:
         tl.debug_barrier()  # several warps may share a block: none of them may still have to read its old scale
         for K in tl.static_range(3):
             if (KEEPS >> K) & 1:

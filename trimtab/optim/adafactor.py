@@ -71,7 +71,8 @@ class Adafactor(Optimizer):
                 continue
             assert p.grad is not None
             g = p.grad.float() * scale.float()
-            adafactor_update(p, g, state, lr, shrink, group["betas"], group["eps"], group["clip_threshold"])
+            moved = scale.isfinite()
+            adafactor_update(p, g, state, moved, lr, shrink, group["betas"], group["eps"], group["clip_threshold"])
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -89,15 +90,15 @@ def adafactor_update(
     p: Tensor,
     g: Tensor,
     state: dict[str, Any],
+    moved: Tensor,
     lr: float | Tensor,
     shrink: float | Tensor,
     betas: tuple[float, float],
     eps: float,
     clip_threshold: float,
 ) -> None:
-    """Update one tensor and its state in place. A NaN in g, as a skipped tensor has it, changes nothing."""
+    """Update one tensor and its state in place, or nothing where `moved` is False."""
     beta1, beta2 = betas
-    moved = g.isfinite().all()
     square = g.square() + eps
 
     def average(name: str, value: Tensor) -> Tensor:
@@ -108,9 +109,10 @@ def adafactor_update(
         v = average("exp_avg_sq", square)
     else:
         row, col = average("exp_avg_sq_row", square.mean(-1)), average("exp_avg_sq_col", square.mean(-2))
-        v = row[..., :, None] * col[..., None, :] / row.mean(-1)[..., None, None]
+        # The mean first: the product of two tiny averages would be zero, and the update not a number.
+        v = (row / row.mean(-1, keepdim=True))[..., :, None] * col[..., None, :]
     u = g / v.sqrt()
     u = u / (u.square().mean().sqrt() / clip_threshold).clamp(min=1)
     m = state["exp_avg"]
     m.copy_(torch.where(moved, m.lerp(u, 1 - beta1), m))
-    p.copy_(torch.where(moved, shrink * p - lr * m, p))
+    p.copy_(torch.where(moved, shrink * p.float() - lr * m, p.float()))

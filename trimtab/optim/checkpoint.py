@@ -9,8 +9,10 @@ are cut the same way. Everything is plain tensors, numbers and strings: `torch.l
 A load is checked and built completely before anything changes: one that fails leaves the optimizer as it was.
 """
 
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,6 +32,10 @@ Entry = dict[str, Any]
 # How the state is kept is this optimizer's own affair; PyTorch's switches mean nothing here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
 _TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
+_UNFLATTENED = (
+    "if this comes from torch.distributed.checkpoint, take flatten_optimizer_state_dict=False: flattened, every state "
+    "is looked up by its name in memory, where 8-bit state has other names than in a checkpoint"
+)
 _EXTRAS = ("skipped", "grad_norms", "compensation")  # what an entry may hold besides step and moments
 
 
@@ -41,7 +47,8 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
         pre(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sharded = any(is_sharded(p) for p in params)
-    format = format or ("portable" if sharded else "packed")
+    resharding = _resharding(optimizer)
+    format = format or ("portable" if sharded or resharding else "packed")
     if format not in ("packed", "portable"):
         raise ValueError(f"format must be packed or portable, got {format!r}")
     if format == "packed" and sharded:
@@ -52,6 +59,7 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
+        | ({"debiased": optimizer.debiased} if format == "packed" else {})  # portable moments never are
         for group in optimizer.param_groups
     ]
     state = {}
@@ -67,12 +75,29 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     return result
 
 
+def _resharding(optimizer: "Optimizer") -> bool:
+    """Whether torch.distributed.checkpoint asks: what it saves, any number of processes may load.
+
+    It calls `state_dict()` without arguments, so only the stack tells.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        frame = frame.f_back
+    if frame is None:
+        return False
+    if getattr(frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
+        groups = optimizer.param_groups
+        if any(optimizer.storage_of(p, group).bits == 8 for group in groups for p in group["params"]):
+            raise ValueError(f"8-bit state saved in this way could not be loaded; {_UNFLATTENED}")
+    return True
+
+
 def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
     storage = optimizer.storage_of(p, dict(group))
     portable: Entry = {"step": entry["step"].clone()}
     biases = _biases(optimizer, group, entry["step"])
-    for name, signed in zip(optimizer.states_of(dict(group)), RULES[optimizer.rule].signed, strict=False):
-        moment = decode(entry, name, storage, signed=signed)
+    names = optimizer.states_of(dict(group))
+    for name, moment in decode(entry, names, RULES[optimizer.rule].signed, storage).items():
         portable[name] = wrap_like(moment * biases[name] if name in biases else moment, p)
     for name in (*optimizer.extras, *_EXTRAS):
         if name in entry:
@@ -84,7 +109,7 @@ def _biases(optimizer: "Optimizer", group: Mapping[str, Any], step: Tensor) -> d
     """What turns bias-corrected moments into Adam's plain ones, which is what other optimizers keep."""
     if not optimizer.debiased:
         return {}
-    t = step.double()
+    t = step.double().clamp(min=1)  # a first step that was skipped left zeros
     names = [name for name in optimizer.moments if name != "exp_avg_sq" or group.get("beta2_power") is None]
     return {name: (1 - group["betas"][optimizer.moments.index(name)] ** t).float() for name in names}
 
@@ -106,8 +131,14 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         if saved.get("amsgrad"):
             raise ValueError("the state was saved with amsgrad=True, whose running maximum cannot be continued here")
-        kept = {key: value for key, value in saved.items() if key not in ("params", *_OWN, *_TORCH)}
+        if saved.get("debiased", optimizer.debiased) != optimizer.debiased:
+            raise ValueError(
+                "packed moments of StableAdamW are bias-corrected and those of others are not; save it with "
+                f"state_dict(format='portable') to load it into {type(optimizer).__name__}"
+            )
+        kept = {key: value for key, value in saved.items() if key not in ("params", "debiased", *_OWN, *_TORCH)}
         groups.append({**group, **deepcopy(kept)})
+        optimizer.check_group(groups[-1])
         for p, place in zip(group["params"], saved["params"], strict=True):
             name = next(names)
             if not state_dict["state"].get(place):
@@ -159,21 +190,21 @@ def _read(
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
     device = local(p).device
     step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
-    biases = _biases(optimizer, group, step)
+    biases = {} if "debiased" in saved else _biases(optimizer, group, step)
     result: Entry = {"step": step}
-    for moment, signed in zip(optimizer.states_of(group), RULES[optimizer.rule].signed, strict=False):
-        if f"{moment}_codes" in entry:
-            result |= _read_codes(entry, p, name, moment, signed, saved, storage, convert)
-        elif moment in entry:
-            value = _fit(entry[moment], p, name, moment).float()
-            if moment in biases:
-                value = value / biases[moment]
-            result |= encode(value, moment, storage, signed=signed)
-        else:
+    names, signed = optimizer.states_of(group), RULES[optimizer.rule].signed
+    if names and f"{names[0]}_codes" in entry:
+        result |= _read_codes(entry, p, name, names, signed, saved, storage, convert)
+    else:
+        missing = [moment for moment in names if moment not in entry]
+        if missing:
             raise ValueError(
-                f"the state of {name} has no {moment}, which {type(optimizer).__name__} needs; "
+                f"the state of {name} has no {missing[0]}, which {type(optimizer).__name__} needs; "
                 f"it has {', '.join(entry)}"
             )
+        values = {moment: _fit(entry[moment], p, name, moment).float() for moment in names}
+        values = {moment: x / biases[moment] if moment in biases else x for moment, x in values.items()}
+        result |= encode(values, signed, storage)
     for extra in (*optimizer.extras, *_EXTRAS):
         if extra in entry:
             value = entry[extra]
@@ -185,31 +216,35 @@ def _read_codes(
     entry: Mapping[str, Any],
     p: Tensor,
     name: str,
-    moment: str,
-    signed: bool,
+    moments: tuple[str, ...],
+    signed: tuple[bool, ...],
     saved: Mapping[str, Any],
     storage: Storage,
     convert: bool,
 ) -> Entry:
-    codes, absmax = entry[f"{moment}_codes"], entry[f"{moment}_absmax"]
-    theirs = Storage(8, saved["block"], saved["codebook"])
-    blocks = count_blocks(codes.numel(), theirs.block)
-    if codes.dtype != torch.uint8 or absmax.dtype != torch.float32 or absmax.shape != (blocks,):
-        raise ValueError(
-            f"the packed {moment} of {name} must be uint8 codes with {blocks} float32 scales, got {codes.dtype} and "
-            f"{tuple(absmax.shape)} {absmax.dtype}; something has cast or cut it"
-        )
-    codes = _fit(codes, p, name, moment)
-    read = {f"{moment}_codes": codes, f"{moment}_absmax": absmax.detach().clone().to(codes.device)}
-    if theirs == storage:
+    theirs, read = Storage(8, saved["block"], saved["codebook"]), {}
+    for moment in moments:
+        codes, absmax = entry[f"{moment}_codes"], entry[f"{moment}_absmax"]
+        if not isinstance(codes, Tensor):
+            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {_UNFLATTENED}")
+        blocks = count_blocks(codes.numel(), theirs.block)
+        if codes.dtype != torch.uint8 or absmax.dtype != torch.float32 or absmax.shape != (blocks,):
+            raise ValueError(
+                f"the packed {moment} of {name} must be uint8 codes with {blocks} float32 scales, got {codes.dtype} "
+                f"and {tuple(absmax.shape)} {absmax.dtype}; something has cast or cut it"
+            )
+        read[f"{moment}_codes"] = codes.to(local(p).device) if is_sharded(p) else _fit(codes, p, name, moment)
+        read[f"{moment}_absmax"] = absmax.detach().clone().to(local(p).device)
+    if theirs == storage and not is_sharded(p):
         return read
-    if storage.bits == 8 and not convert:
+    if theirs != storage and storage.bits == 8 and not convert:
         raise ValueError(
             f"the state was stored with block={theirs.block}, codebook={theirs.codebook!r}; this optimizer has "
             f"block={storage.block}, codebook={storage.codebook!r}. Build it with the same, or store it anew with "
             "load_state_dict(..., convert=True), which rounds once more"
         )
-    return encode(decode(read, moment, theirs, signed=signed), moment, storage, signed=signed)
+    whole = decode(read, moments, signed, theirs)  # a shard has blocks of its own, so it cannot take these
+    return encode({moment: _fit(x, p, name, moment) for moment, x in whole.items()}, signed, storage)
 
 
 def _fit(value: Any, p: Tensor, name: str, what: str) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.ops.codebook import load_codebook
 from trimtab.ops.step import RULES, step_unchecked
 from trimtab.optim.sharding import flat
 from trimtab.optim.state import Storage, decode_flat, encode_flat
@@ -33,8 +32,9 @@ def step_in_chunks(
     steps: Tensor,
     group: Mapping[str, Any],
 ) -> None:
-    """What `fused_step` does, chunk by chunk. `moments` may be fewer than the rule's: it forgets the others."""
-    books = [load_codebook(signed=signed).to(rows.device) for signed in (True, False)]
+    """What `fused_step` does, chunk by chunk. Without `moments` nothing is remembered."""
+    signed = RULES[rule].signed
+    books = storage.books(rows.device)
     numbers = steps.tolist() if group["rounding"] == "stochastic" else []
     length = max(storage.block, CHUNK // storage.block * storage.block)  # whole blocks
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
@@ -45,18 +45,13 @@ def step_in_chunks(
             wide = p[here].float()
             if rest is not None:
                 wide += rest[here]
-            kept = [
-                _load(state, name, storage, signed, here)
-                for name, signed in zip(moments, RULES[rule].signed, strict=False)
-            ]
-            kept += [torch.zeros_like(wide) for _ in RULES[rule].signed[len(kept) :]]
+            kept = _load(state, moments, signed, storage, here) or [torch.zeros_like(wide) for _ in signed]
             before = [x.clone() for x in (wide, *kept)] if group["skip_zeros"] else []
-            step_unchecked([wide], [g[here]], kept, [], row, *books, rule, storage.block)
+            step_unchecked([wide], [g[here]], kept, [], row, *books, rule, storage.code, storage.block)
             for x, old in zip((wide, *kept), before, strict=False):
                 x.copy_(torch.where(g[here] == 0, old, x))
             moved = row.isfinite().all()  # a skipped tensor stays as it is, to the last bit of its codes
-            for name, signed, x in zip(moments, RULES[rule].signed, kept, strict=False):
-                _store(x, state, name, storage, signed, here, moved)
+            _store(kept, state, moments, signed, storage, here, moved)
             if rest is not None:
                 rounded = wide.to(p.dtype)
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
@@ -91,24 +86,34 @@ def _compensation(p: Tensor, state: dict[str, Any]) -> Tensor:
     return flat(state["compensation"]).view(-1)
 
 
-def _load(state: Mapping[str, Any], name: str, storage: Storage, signed: bool, here: slice) -> Tensor:
-    if storage.bits == 32:
-        return flat(state[name]).view(-1)[here].clone()
-    codes = flat(state[f"{name}_codes"]).view(-1)[here]
-    return decode_flat(codes, state[f"{name}_absmax"][_blocks(here, storage)], storage, signed=signed)
+def _load(
+    state: Mapping[str, Any], moments: Sequence[str], signed: Sequence[bool], storage: Storage, here: slice
+) -> list[Tensor]:
+    """Copies in float32; none where nothing is kept."""
+    if storage.bits == 32 or not moments:
+        return [flat(state[name]).view(-1)[here].clone() for name in moments]
+    codes = [flat(state[f"{name}_codes"]).view(-1)[here] for name in moments]
+    return decode_flat(codes, [state[f"{name}_absmax"][_blocks(here, storage)] for name in moments], signed, storage)
 
 
 def _store(
-    x: Tensor, state: Mapping[str, Any], name: str, storage: Storage, signed: bool, here: slice, moved: Tensor
+    values: Sequence[Tensor],
+    state: Mapping[str, Any],
+    moments: Sequence[str],
+    signed: Sequence[bool],
+    storage: Storage,
+    here: slice,
+    moved: Tensor,
 ) -> None:
-    if storage.bits == 32:
-        flat(state[name]).view(-1)[here] = x  # unchanged where the tensor was skipped
+    if storage.bits == 32 or not moments:
+        for name, x in zip(moments, values, strict=False):
+            flat(state[name]).view(-1)[here] = x  # unchanged where the tensor was skipped
         return
-    codes, absmax = flat(state[f"{name}_codes"]).view(-1)[here], state[f"{name}_absmax"][_blocks(here, storage)]
-    fresh = torch.empty_like(codes), torch.empty_like(absmax)
-    encode_flat(x, storage, signed=signed, out=fresh)
-    for old, new in zip((codes, absmax), fresh, strict=True):
-        old.copy_(torch.where(moved, new, old))
+    for name, (codes, absmax) in zip(moments, encode_flat(values, signed, storage), strict=True):
+        old_codes = flat(state[f"{name}_codes"]).view(-1)[here]
+        old_absmax = state[f"{name}_absmax"][_blocks(here, storage)]
+        old_codes.copy_(torch.where(moved, codes, old_codes))
+        old_absmax.copy_(torch.where(moved, absmax, old_absmax))
 
 
 def _blocks(here: slice, storage: Storage) -> slice:

@@ -52,7 +52,7 @@ class LAMB(Optimizer):
             eps=group["eps"],
             weight_decay=self.decay_of(group),
             grad_scale=batch.grad_scale,
-            trust=1.0 if sums is None else step_rules.trust_from_norms(sums, bound=group["max_unorm"]),
+            trust=1.0 if sums is None else self.trust_of(sums, group),
             beta2_power=group["beta2_power"],
         )
 

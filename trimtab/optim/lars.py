@@ -42,7 +42,7 @@ class LARS(Optimizer):
             momentum=group["momentum"],
             weight_decay=self.decay_of(group),
             grad_scale=batch.grad_scale,
-            trust=1.0 if sums is None else step_rules.trust_from_norms(sums, bound=group["max_unorm"]),
+            trust=1.0 if sums is None else self.trust_of(sums, group),
         )
 
     def measure(self, batch: Batch) -> Tensor:

@@ -18,15 +18,15 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
+from trimtab.ops import step_rules
 from trimtab.ops.checks import FLOATS
-from trimtab.ops.codebook import load_codebook
 from trimtab.ops.step import DECAY, RULES, gradient_norms_unchecked, norms_unchecked, step_unchecked
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_lr, check_options, check_param
-from trimtab.optim.sharding import add_up_shards, flat, is_sharded, local
+from trimtab.optim.sharding import add_up_shards, flat, is_sharded, local, shard_like
 from trimtab.optim.state import Storage, choose_storage, new_moment
 
 RING = 100  # gradient norms that percentile clipping remembers
@@ -106,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
         rules = as_rules(group.pop("keep32")) if "keep32" in group else self._rules
-        explicit = not all(isinstance(rule, str) and rule in EMBEDDINGS for rule in rules)
+        explicit = "keep32" in param_group or not all(isinstance(rule, str) and rule in EMBEDDINGS for rule in rules)
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
@@ -185,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
                         "dict into a new optimizer to change them"
                     )
                 mine = local(p)
-                grad = _read_grad(p.grad, mine)
+                grad = _read_grad(p, p.grad, mine)
                 key = (number, storage, mine.device)
                 if key not in batches:
                     batches[key] = Batch(group, storage)
@@ -260,18 +260,23 @@ class Optimizer(torch.optim.Optimizer):
     def kernel_arguments(self, batch: Batch, rows: Tensor) -> tuple[Any, ...]:
         """What the ops of trimtab.ops.step take."""
         storage, device = batch.storage, rows.device
-        books = [load_codebook(storage.codebook, signed=signed).to(device) for signed in (True, False)]
         names = self.states_of(batch.group)
         if storage.bits == 32:
             states, absmax = batch.list_states("", names), []
         else:
             states, absmax = batch.list_states("_codes", names), batch.list_states("_absmax", names)
         block = min(storage.block, max([1, *(p.numel() for p in batch.params)]))
-        return batch.params, batch.grads, states, absmax, rows, *books, self.rule, block
+        return batch.params, batch.grads, states, absmax, rows, *storage.books(device), self.rule, storage.code, block
 
     def norms_of(self, batch: Batch, rows: Tensor) -> Tensor:
         """The sums of p^2 and of (change of p)^2 that these rows would make."""
         return norms_unchecked(*self.kernel_arguments(batch, rows))
+
+    def trust_of(self, sums: Tensor, group: dict[str, Any]) -> Tensor:
+        """What scales each tensor's step to the size of its weights."""
+        trust = step_rules.trust_from_norms(sums, bound=group["max_unorm"])
+        # A non-finite gradient is skipped if that was asked for, and else spreads; it must not hide here.
+        return torch.where(trust.isfinite(), trust, 1.0)
 
     def _count(self, batch: Batch, rows: Tensor) -> None:
         """Steps move on where a step was taken, and only there."""
@@ -304,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self, *, format: checkpoint.Format | None = None) -> dict[str, Any]:
         """`packed`: codes and scales, for an exact resume. `portable`: float32, for other optimizers and other shards.
 
-        Left out, it is packed, or portable if the parameters are sharded.
+        Left out, it is packed, or portable if the parameters are sharded or torch.distributed.checkpoint asks for it.
         """
         return checkpoint.save(self, format)
 
@@ -329,11 +334,11 @@ class Optimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
 
 
-def _read_grad(grad: Tensor, mine: Tensor) -> Tensor:
+def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
     """This process's gradient in the memory order of its parameter."""
     if grad.layout != torch.strided:
         raise RuntimeError(f"gradients must be dense, got {grad.layout}; build the embedding with sparse=False")
-    grad = local(grad)
+    grad = shard_like(grad, p)  # sequence parallelism leaves partial sums on replicated parameters
     if grad.dtype not in FLOATS:
         raise RuntimeError(f"gradients must be float32, bfloat16 or float16, got {grad.dtype}")
     if grad.is_contiguous() and mine.is_contiguous():

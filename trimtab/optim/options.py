@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trimtab.ops import backends
 from trimtab.ops.checks import FLOATS, check_block
-from trimtab.ops.codebook import Name, load_codebook
 from trimtab.optim.groups import Keep
 from trimtab.optim.sharding import is_dense, is_sharded, local
+from trimtab.optim.state import CODINGS, Coding
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
@@ -24,7 +24,7 @@ class Options(TypedDict, total=False):
     bits: Literal[8, 32]  # of the state; 32
     block: int  # values that share a scale; 256
     min_8bit_size: int  # smaller tensors keep 32 bits; 4096
-    codebook: Name  # "dynamic-symmetric"
+    codebook: Coding  # what a byte of state means; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
     keep32: Keep | Iterable[Keep]  # who else keeps 32 bits; by default embeddings, known by their names
     maximize: bool
     independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "bits": 32,
     "block": 256,
     "min_8bit_size": 4096,
-    "codebook": "dynamic-symmetric",
+    "codebook": "quadratic",
     "maximize": False,
     "independent_decay": False,
     "lr_max": None,
@@ -88,13 +88,17 @@ def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def check_group(group: dict[str, Any]) -> None:
     """Every value of a group in its range. Fills in lr_max where it is needed."""
+    for name, (value, instead) in REFUSED.items():
+        if group.get(name) is value:
+            raise ValueError(f"a parameter group asks for {name}={value}: {instead}")
     check_lr(group["lr"])
     if group["lr"] < 0:
         raise ValueError(f"lr must be at least 0, got {group['lr']}")
     if group["bits"] not in (8, 32):
         raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
     check_block(group["block"])
-    load_codebook(group["codebook"])
+    if group["codebook"] not in CODINGS:
+        raise ValueError(f"codebook must be one of {', '.join(CODINGS)}, got {group['codebook']!r}")
     for name, low, high in _LIMITS:
         if name in group and not low <= group[name] <= high:
             raise ValueError(f"{name} must be between {low} and {high}, got {group[name]}")
@@ -127,7 +131,7 @@ def check_lr(lr: Any) -> None:
 
 
 def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
-    if type(p).__name__ == "FlatParameter" or hasattr(p, "ds_id"):
+    if type(p).__name__ == "FlatParameter" or hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id"):
         raise ValueError(
             f"{name} is a piece of several tensors laid end to end (FSDP1 or ZeRO): names, keep32, min_8bit_size, "
             "RMS_t and trust ratios would be those of the piece, not of your layers. Use FSDP2 (fully_shard), which "

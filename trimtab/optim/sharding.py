@@ -7,7 +7,6 @@ added up across processes, all of one step's in one collective.
 
 import sys
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -76,10 +75,9 @@ def shard_like(x: Any, p: Any) -> Tensor:
     if not is_sharded(p):
         return x.full_tensor() if is_sharded(x) else x
     if is_sharded(x):
-        return x.redistribute(p.device_mesh, p.placements).to_local()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+        alike = x.placements == p.placements and x.device_mesh == p.device_mesh
+        return local(x if alike else x.redistribute(p.device_mesh, p.placements))
+    from torch.distributed.tensor import distribute_tensor
 
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    if prod(shape) == 0:
-        return x.new_empty(shape)
-    return x[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))].contiguous()
+    # Every process has the whole of it and takes its part: nothing is sent.
+    return local(distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None))

@@ -80,9 +80,9 @@ class StableAdamW(Optimizer):
         )
 
     def measure(self, batch: Batch) -> Tensor:
-        _, grads, states, absmax, rows, _, book, _, block = self.kernel_arguments(batch, self.rows(batch, None))
+        _, grads, states, absmax, rows, _, book, _, code, block = self.kernel_arguments(batch, self.rows(batch, None))
         count = len(grads)  # the second moments follow the first
-        return ratios_unchecked(grads, states[count:], absmax[count:], rows, book, block).view(-1, 1)
+        return ratios_unchecked(grads, states[count:], absmax[count:], rows, book, code, block).view(-1, 1)
 
     @property
     def rms(self) -> Tensor:

@@ -1,0 +1,85 @@
+// The quadratic code of quadratic.py. Every operation here is rounded once and in the order of the reference, so that the
+// codes agree exactly.
+#pragma once
+#include "blockwise.h"
+
+namespace trimtab::TRIMTAB_LEVEL {
+
+// root: √v; unit: m in units of √v; plain: m where there is no v.
+enum class Kind { root, unit, plain };
+
+constexpr float levels(Kind kind) { return kind == Kind::root ? 255 : 127; }
+
+// The value of code 1.
+INLINE float unit_of(float absmax, Kind kind) {
+  return absmax / (kind == Kind::unit ? levels(kind) : levels(kind) * levels(kind));
+}
+
+INLINE vf decode_quadratic(const uint8_t* codes, float unit, Kind kind) {
+  if (kind == Kind::root) {
+    const vf c = __builtin_convertvector(load_codes(codes), vf);
+    return c * c * unit;
+  }
+  const vf c = __builtin_convertvector(load_signed_codes(codes), vf);
+  return (kind == Kind::unit ? c : c * magnitude(c)) * unit;
+}
+
+// A positive root never becomes code 0.
+template <Kind K>
+INLINE vi quadratic_code(vf x, vf inverse) {
+  if (K == Kind::unit) return round_to_int(x * inverse);
+  const vf r = root(magnitude(x) * inverse) * levels(K);
+  if (K == Kind::plain) return round_to_int((vf)(bits(r) | (bits(x) & (int32_t)0x80000000)));
+  return larger(round_to_int(r), smaller_unsigned(bits(x), splat(1)));
+}
+
+template <Kind K>
+INLINE void put_quadratic(uint8_t* codes, const vi c[4]) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  __m256i a = _mm256_packs_epi32((__m256i)c[0], (__m256i)c[1]), b = _mm256_packs_epi32((__m256i)c[2], (__m256i)c[3]);
+  __m256i packed = K == Kind::root ? _mm256_packus_epi16(a, b) : _mm256_packs_epi16(a, b);
+  packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i*)codes, packed);
+#else
+  for (int q = 0; q < 4; q++)
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)(codes + q * W), _mm512_cvtepi32_epi8((__m512i)c[q]));
+#else
+    store(codes + q * W, __builtin_convertvector(c[q], vb));
+#endif
+#endif
+}
+
+template <Kind K>
+static inline void encode_quadratic(const float* x, int64_t count, float absmax, uint8_t* codes) {
+  if (!(absmax < INFINITY)) {  // NaN: stored as zeros under a scale of NaN
+    memset(codes, 0, count);
+    return;
+  }
+  const float largest = 3.402823466e+38f, reciprocal = (K == Kind::unit ? levels(K) : 1) / absmax;
+  const vf inverse = splat(reciprocal < largest ? reciprocal : largest);  // zeros, and numbers too small to divide by
+  vi c[4];
+  int64_t k = 0;
+  for (; k + GROUP <= count; k += GROUP) {
+    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(x + k + q * W), inverse);
+    put_quadratic<K>(codes + k, c);
+  }
+  if (k < count) {
+    float last[GROUP] = {};
+    uint8_t last_codes[GROUP];
+    memcpy(last, x + k, 4 * (count - k));
+    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(last + q * W), inverse);
+    put_quadratic<K>(last_codes, c);
+    memcpy(codes + k, last_codes, count - k);
+  }
+}
+
+static inline void encode_quadratic(Kind kind, const float* x, int64_t count, float absmax, uint8_t* codes) {
+  switch (kind) {
+    case Kind::root: return encode_quadratic<Kind::root>(x, count, absmax, codes);
+    case Kind::unit: return encode_quadratic<Kind::unit>(x, count, absmax, codes);
+    case Kind::plain: return encode_quadratic<Kind::plain>(x, count, absmax, codes);
+  }
+}
+
+}  // namespace trimtab::TRIMTAB_LEVEL
