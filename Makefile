@@ -15,8 +15,9 @@ lab: .venv/installed
 
 # The peers come without their dependencies: they must not choose the torch.
 bench: .venv/installed
-	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi
 	$(BIN)/python -m bench.ops
+	$(BIN)/python -m bench.optim
 
 # torch first and alone, so that nothing else can pick another one.
 .venv/installed: $(SOURCES)

@@ -88,3 +88,33 @@ def must_call(*kernels: str) -> Iterator[None]:
     missing = set(kernels) - spy.called
     if missing:
         raise SystemExit(f"asked to time the native kernels {sorted(kernels)}, but {sorted(missing)} did not run")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A number we promised, and what was measured. At most, or at least."""
+
+    what: str
+    measured: float
+    bar: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
+
+
+def report(bars: list[Bar]) -> None:
+    for bar in bars:
+        verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
+        sign = ">=" if bar.at_least else "<="
+        console.print(f"{verdict:>16}  {bar.what}: {bar.measured:.3g} (bar {sign} {bar.bar})", highlight=False)
+
+
+def gpt2_shapes(
+    width: int = 768, depth: int = 12, vocabulary: int = 50_257, context: int = 1024
+) -> list[tuple[int, ...]]:
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    layers = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    block = [*norm, *norm, *(shape for layer in layers for shape in (layer, layer[1:]))]
+    return [(vocabulary, width), (context, width), *block * depth, *norm]

@@ -12,14 +12,13 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import tyro
 from torch import Tensor
 
-from bench.measure import Timing, console, interleave, must_call, ratio, show
+from bench.measure import Bar, Timing, console, gpt2_shapes, interleave, must_call, ratio, report, show
 from trimtab.ops import (
     backends,
     dequantize_blockwise,
@@ -36,20 +35,6 @@ HAS_PEER = importlib.util.find_spec("bitsandbytes") is not None
 
 Part = Literal["quantize", "step", "gpt2", "int8", "import"]
 BLOCK = 256
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A number we promised, and what was measured. At most, or at least."""
-
-    what: str
-    measured: float
-    bar: float
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.measured >= self.bar if self.at_least else self.measured <= self.bar
 
 
 def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | None = None) -> None:
@@ -75,10 +60,7 @@ def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | Non
     if not HAS_PEER:
         console.print("bitsandbytes is not installed, so its rows are missing; `make bench` installs it\n")
     bars = [bar for name, run in parts.items() if only in (None, name) for bar in run()]
-    for bar in bars:
-        verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
-        sign = ">=" if bar.at_least else "<="
-        console.print(f"{verdict:>16}  {bar.what}: {bar.measured:.2f} (bar {sign} {bar.bar})", highlight=False)
+    report(bars)
 
 
 def measure_quantize(count: int, rounds: int) -> list[Bar]:
@@ -201,15 +183,6 @@ def _traffic(model: Model) -> Callable[[], None]:
     tensors = [x.clone() for x in (model.params[members[0]], model.grads[members[0]], states[0][0], states[1][0])]
     count, quantized, threads = tensors[0].numel(), absmax is not None, torch.get_num_threads()
     return lambda: native.traffic(*(x.data_ptr() for x in tensors), count, quantized, threads)
-
-
-def gpt2_shapes(
-    width: int = 768, depth: int = 12, vocabulary: int = 50_257, context: int = 1024
-) -> list[tuple[int, ...]]:
-    norm: list[tuple[int, ...]] = [(width,), (width,)]
-    layers = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
-    block = [*norm, *norm, *(shape for layer in layers for shape in (layer, layer[1:]))]
-    return [(vocabulary, width), (context, width), *block * depth, *norm]
 
 
 def measure_int8(rounds: int, rows: int = 4096, inner: int = 1024, columns: int = 4096) -> list[Bar]:

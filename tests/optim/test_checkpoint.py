@@ -1,0 +1,214 @@
+"""State dicts: packed and portable, to and from PyTorch's optimizers, and loads that must fail without a trace."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import assert_same
+from tests.optim.cases import (
+    QUANTIZED,
+    assert_same_snapshots,
+    assert_stored_as_told,
+    every_optimizer,
+    make,
+    params_of,
+    set_grads,
+    small_model,
+    snapshot,
+    train,
+)
+from trimtab import optim
+
+
+def trained(name: str, bits: int = 8, steps: int = 3, **options: Any) -> optim.Optimizer:
+    optimizer = make(name, small_model().named_parameters(), bits, **options)
+    train(optimizer, range(steps))
+    return optimizer
+
+
+def assert_moments(got: dict[int, dict[str, Tensor]], expected: dict[int, dict[str, Tensor]]) -> None:
+    assert got.keys() == expected.keys()
+    for place, entry in expected.items():
+        assert got[place].keys() == entry.keys()
+        for key, x in entry.items():
+            assert_same(got[place][key], x)
+
+
+# --- Our own two formats
+
+
+def portable_twin(first: optim.Optimizer, name: str, **options: Any) -> optim.Optimizer:
+    """One with the same parameters, that loaded its portable state."""
+    twin = make(name, small_model().named_parameters(), 8, **options)
+    for p, q in zip(params_of(twin), params_of(first), strict=True):
+        p.data.copy_(q)
+    twin.load_state_dict(copy.deepcopy(first.state_dict(format="portable")))
+    assert_stored_as_told(twin, 8)
+    return twin
+
+
+@pytest.mark.parametrize("codebook", ["dynamic-symmetric", "linear"])
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "StableAdamW"])
+def test_a_portable_round_trip_gives_the_same_codes(name, codebook):
+    """With tables that hold 1 and -1, the largest value of a block decodes to the scale itself."""
+    first = trained(name, codebook=codebook)
+    for entry, p in zip(first.state_dict(format="portable")["state"].values(), params_of(first), strict=True):
+        moments = {key: x for key, x in entry.items() if key != "step"}
+        assert all(x.dtype == torch.float32 and x.shape == p.shape for x in moments.values())
+    assert_same_snapshots(snapshot(portable_twin(first, name, codebook=codebook)), snapshot(first))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_portable_round_trip_in_the_default_code_is_off_by_a_rounding_at_most(name):
+    """A scale may come back off by its last bit; a value on the border of two codes may then change its code."""
+    first = trained(name)
+    second = portable_twin(first, name)
+    for _ in range(2):  # and it does not creep
+        second = portable_twin(second, name)
+    pairs = zip(first.state_dict(format="portable")["state"].values(),
+                second.state_dict(format="portable")["state"].values(), strict=True)  # fmt: skip
+    for mine, theirs in pairs:
+        for key, x in mine.items():
+            wrong = (x - theirs[key]).abs() > 1e-6 * x.abs()
+            assert wrong.sum() <= 3
+            assert ((x - theirs[key]).abs() <= 0.05 * x.abs()).all()
+
+
+@every_optimizer
+def test_codes_load_into_32_bits_without_loss_and_back(name, bits):
+    first = trained(name, bits, codebook="dynamic-symmetric")
+    wide = make(name, small_model().named_parameters(), 32)
+    wide.load_state_dict(first.state_dict())
+    assert_stored_as_told(wide, 32)
+    assert_moments(wide.state_dict(format="portable")["state"], first.state_dict(format="portable")["state"])
+    assert wide.param_groups[0]["bits"] == 32
+    back = make(name, small_model().named_parameters(), bits, codebook="dynamic-symmetric")
+    back.load_state_dict(wide.state_dict())
+    assert_stored_as_told(back, bits)
+    for mine, theirs in zip(snapshot(back), snapshot(first), strict=True):
+        assert_same_snapshots([mine | {"param": theirs["param"]}], [theirs])
+
+
+@pytest.mark.parametrize("other", [{"block": 64}, {"codebook": "linear"}])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_other_blocks_or_codebooks_are_refused_and_converted_when_asked(name, other):
+    first = trained(name)
+    second = trained(name, steps=2, **other)
+    before = snapshot(second)
+    with pytest.raises(ValueError, match=r"stored with block=256.*convert=True"):
+        second.load_state_dict(first.state_dict())
+    assert_same_snapshots(snapshot(second), before)
+    second.load_state_dict(first.state_dict(), convert=True)
+    assert_stored_as_told(second, 8)
+    assert all(second.param_groups[0][key] == value for key, value in other.items())
+    train(second, [3])
+    assert second.state[params_of(second)[0]]["step"] == 4
+
+
+def test_the_state_cannot_change_its_block_by_itself():
+    optimizer = trained("AdamW")
+    optimizer.param_groups[0]["block"] = 64
+    with pytest.raises(ValueError, match="made with block=256"):
+        train(optimizer, [3])
+
+
+@every_optimizer
+def test_what_options_remember_is_saved_too(name, bits):
+    options = {"percentile_clipping": 20, "skip_nonfinite": True}
+    first = make(name, small_model().parameters(), bits, **options)
+    set_grads(params_of(first), 0)
+    params_of(first)[0].grad[0, 0] = torch.nan  # its very first step is skipped
+    first.step()
+    train(first, range(1, 3))
+    for form in ("packed", "portable"):
+        second = make(name, small_model().parameters(), bits, **options)
+        second.load_state_dict(first.state_dict(format=form))
+        assert second.skipped.tolist() == [1, 0, 0, 0, 0, 0]
+        for p, q in zip(params_of(first), params_of(second), strict=True):
+            assert_same(second.state[q]["grad_norms"], first.state[p]["grad_norms"])
+
+
+@pytest.mark.parametrize("form", ["packed", "portable"])
+@every_optimizer
+def test_state_that_was_skipped_from_the_start_survives_a_checkpoint(name, bits, form):
+    first, second = (make(name, small_model().parameters(), bits, skip_nonfinite=True) for _ in range(2))
+    for p in params_of(first):
+        p.grad = torch.full_like(p, torch.nan)
+    first.step()
+    second.load_state_dict(first.state_dict(format=form))
+    train(second, [1])
+    fresh = make(name, small_model().parameters(), bits)
+    train(fresh, [1])
+    for mine, theirs in zip(snapshot(second), snapshot(fresh), strict=True):
+        assert mine.pop("skipped") == 1
+        assert_same_snapshots([mine], [theirs])
+
+
+def test_packed_moments_of_stable_adamw_are_not_taken_for_those_of_adamw():
+    for first, second in (("StableAdamW", "AdamW"), ("AdamW", "StableAdamW")):
+        other = make(second, small_model().named_parameters(), 8)
+        with pytest.raises(ValueError, match=r"format='portable'"):
+            other.load_state_dict(trained(first).state_dict())
+        other.load_state_dict(trained(first).state_dict(format="portable"))
+
+
+# --- Failures
+
+
+def _lose_a_moment(saved: dict[str, Any]) -> None:
+    saved["state"][0] = {"step": saved["state"][0]["step"]}
+
+
+def _cut(saved: dict[str, Any]) -> None:
+    saved["state"][3] = {key: x[:1] if x.dim() else x for key, x in saved["state"][3].items()}
+
+
+def _cast(saved: dict[str, Any]) -> None:
+    saved["state"][0] = {key: x.to(torch.bfloat16) if x.dim() else x for key, x in saved["state"][0].items()}
+
+
+BROKEN = {
+    "a parameter less": (lambda s: s["param_groups"][0]["params"].pop(), "has 5 parameters, that of this optimizer 6"),
+    "a group more": (lambda s: s["param_groups"].append({"params": []}), "2 parameter groups, this optimizer has 1"),
+    "state of nobody": (lambda s: s["state"].update({17: s["state"][0]}), r"in no group: \[17\]"),
+    "another name": (lambda s: s["param_groups"][0]["param_names"].reverse(), "expects '0.weight' where"),
+    "a moment less": (_lose_a_moment, "the state of 0.weight has no exp_avg"),
+    "another shape": (_cut, "of 1.bias has shape"),
+    "cast by somebody": (_cast, "something has cast or cut it"),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "form"),
+    # Portable moments may have any float dtype, so nothing can be wrong with that of theirs.
+    [
+        (how, form)
+        for how in BROKEN
+        for form in ("packed", "portable")
+        if (how, form) != ("cast by somebody", "portable")
+    ],
+)
+def test_a_load_that_fails_leaves_everything_as_it_was(how, form):
+    change, message = BROKEN[how]
+    saved = copy.deepcopy(trained("AdamW").state_dict(format=form))
+    saved["param_groups"][0]["lr"] = 123.0
+    change(saved)
+    optimizer = trained("AdamW", steps=2)
+    before, groups = snapshot(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert_same_snapshots(snapshot(optimizer), before)
+    assert optimizer.state_dict()["param_groups"] == groups
+    train(optimizer, [2])
+
+
+def test_loading_copies_and_does_not_share_memory():
+    first = trained("AdamW", 32)
+    second = make("AdamW", small_model().named_parameters(), 32)
+    second.load_state_dict(first.state_dict(format="portable"))
+    expected = snapshot(second)
+    train(first, [5])
+    assert_same_snapshots(snapshot(second), expected)

@@ -1,0 +1,181 @@
+"""The optimizers are the equations they say: PyTorch's own where it has them, the papers' in float64 elsewhere."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.conftest import seed
+from tests.optim.cases import OPTIMIZERS, make, params_of
+from trimtab import optim
+
+STEPS = 20
+# Twenty roundings of values below 4, each up to half of 2^-22, and a relative float32 error of each update.
+CLOSE = {"rtol": 1e-6, "atol": 5e-6}
+
+
+def gradients(shape: tuple[int, ...], steps: int = STEPS, scale: float = 1.0) -> Iterator[Tensor]:
+    """Of sizes that differ by step and by row, so that a wrong norm or average shows."""
+    generator = seed(1)
+    rows = 10 ** torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator)
+    for t in range(steps):
+        yield torch.randn(shape, generator=generator) * rows * scale * (1 + 3 * (t % 4))
+
+
+def start(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=seed(0))
+
+
+def run(optimizer: torch.optim.Optimizer, steps: int = STEPS, scale: float = 1.0) -> Tensor:
+    (p,) = params_of(optimizer)
+    for g in gradients(tuple(p.shape), steps, scale):
+        p.grad = g.to(p.dtype)
+        optimizer.step()
+    return p.detach()
+
+
+# --- Against PyTorch
+
+TORCH: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
+    ("AdamW", {}),
+    ("Adam", {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
+    ("Adam", {}),
+    ("SGD", {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
+    ("SGD", {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    ("SGD", {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.3}),
+    ("SGD", {"lr": 1e-3, "weight_decay": 0.1}),
+    ("SGD", {"lr": 1e-3, "weight_decay": 0.1, "dampening": 0.3}),
+    ("SGD", {}),
+    ("Adagrad", {"lr": 1e-2, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-3}),
+    ("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.5}),
+    ("Adagrad", {}),
+    ("RMSprop", {"lr": 1e-3, "alpha": 0.9, "weight_decay": 0.1, "eps": 1e-3}),
+    ("RMSprop", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), TORCH, ids=[f"{name}-{'-'.join(o) or 'defaults'}" for name, o in TORCH])
+def test_twenty_steps_equal_those_of_torch(name, options):
+    mine = run(getattr(optim, name)([nn.Parameter(start(37, 29))], **options), scale=0.1)
+    theirs = run(getattr(torch.optim, name)([nn.Parameter(start(37, 29).double())], **options), scale=0.1)
+    assert not torch.equal(mine, start(37, 29))
+    torch.testing.assert_close(mine, theirs.float(), **CLOSE)
+
+
+def test_tensors_longer_than_a_stretch_of_the_slow_path_are_stepped_to_their_end():
+    """Without momentum there is no state and no fused kernel: it goes in stretches of 2^18 values."""
+    start, g = torch.randn(2, 150_001, generator=seed(0)), torch.randn(2, 150_001, generator=seed(1))
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    for kind, p in zip((optim.SGD, torch.optim.SGD), params, strict=True):
+        p.grad = g
+        kind([p], lr=0.1, weight_decay=0.1).step()
+    torch.testing.assert_close(*params, **CLOSE)
+
+
+# --- Against plain references
+
+
+def adam_moments(t: int, g: Tensor, s: dict[str, Tensor], b1: float, b2: float) -> tuple[Tensor, Tensor]:
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    return s["m"] / (1 - b1**t), s["v"] / (1 - b2**t)
+
+
+def lamb(bound: float | None) -> Callable[..., Tensor]:
+    def step(t: int, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> Tensor:
+        m, v = adam_moments(t, g, s, 0.9, 0.95)
+        u = m / (v.sqrt() + 1e-6) + 0.1 * p
+        ratio = p.norm() / u.norm()
+        return p - 0.01 * (ratio if bound is None else (bound * ratio).clamp(max=1)) * u
+
+    return step
+
+
+def lars(bound: float | None) -> Callable[..., Tensor]:
+    def step(t: int, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> Tensor:
+        s["m"] = 0.9 * s.get("m", 0) + g + 0.1 * p
+        ratio = p.norm() / s["m"].norm()
+        return p - 0.01 * (ratio if bound is None else (bound * ratio).clamp(max=1)) * s["m"]
+
+    return step
+
+
+def lion(t: int, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> Tensor:
+    m = s.get("m", torch.zeros_like(g))
+    s["m"] = 0.95 * m + 0.05 * g
+    return p * (1 - 0.01 * 0.1) - 0.01 * (0.8 * m + 0.2 * g).sign()
+
+
+def ademamix(rising: bool) -> Callable[..., Tensor]:
+    def step(t: int, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> Tensor:
+        share = min(t / 8, 1) if rising else 1
+        # The paper's form: ln β1 ln β3 / ((1 - t/T) ln β3 + (t/T) ln β1).
+        l1, l3 = math.log(0.9), math.log(0.999)
+        b3 = math.exp(l1 * l3 / ((1 - share) * l3 + share * l1))
+        s["slow"] = b3 * s.get("slow", 0) + (1 - b3) * g
+        m, v = adam_moments(t, g, s, 0.9, 0.95)
+        alpha = 5 * (min(t / 12, 1) if rising else 1)
+        return p * (1 - 0.01 * 0.1) - 0.01 * (m + alpha * s["slow"]) / (v.sqrt() + 1e-3)
+
+    return step
+
+
+def adafactor(t: int, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> Tensor:
+    square = g**2 + 1e-30
+    if p.dim() < 2:
+        v = s["v"] = 0.95 * s.get("v", 0) + 0.05 * square
+    else:
+        s["r"] = 0.95 * s.get("r", 0) + 0.05 * square.mean(-1)
+        s["c"] = 0.95 * s.get("c", 0) + 0.05 * square.mean(-2)
+        v = s["r"][..., :, None] * s["c"][..., None, :] / s["r"].mean(-1)[..., None, None]
+    u = g / v.sqrt()
+    u = u / max(1, u.square().mean().sqrt() / 1.5)
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * u
+    return p * (1 - 0.01 * 0.1) - 0.01 * s["m"]
+
+
+def beta2_schedule(t: int, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> Tensor:
+    b2 = 1 - t**-0.6
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    return p * (1 - 0.01 * 0.1) - 0.01 * s["m"] / (1 - 0.9**t) / (s["v"].sqrt() + 1e-3)
+
+
+COMMON = {"lr": 0.01, "weight_decay": 0.1}
+MIX = COMMON | {"betas": (0.9, 0.95, 0.999), "eps": 1e-3}
+REFERENCES: dict[str, tuple[Callable[..., Tensor], type[optim.Optimizer], dict[str, Any]]] = {
+    "LAMB": (lamb(None), optim.LAMB, COMMON | {"betas": (0.9, 0.95)}),
+    "LAMB, one-sided": (lamb(0.5), optim.LAMB, COMMON | {"betas": (0.9, 0.95), "max_unorm": 0.5}),
+    "LARS": (lars(0.02), optim.LARS, COMMON),
+    "LARS, two-sided": (lars(None), optim.LARS, COMMON | {"max_unorm": None}),
+    "Lion": (lion, optim.Lion, COMMON | {"betas": (0.8, 0.95)}),
+    "AdEMAMix": (ademamix(False), optim.AdEMAMix, MIX),
+    "AdEMAMix, rising": (ademamix(True), optim.AdEMAMix, MIX | {"t_alpha": 12, "t_beta3": 8}),
+    "Adafactor": (adafactor, optim.Adafactor, COMMON | {"betas": (0.9, 0.95), "clip_threshold": 1.5}),
+    "β2 schedule": (beta2_schedule, optim.AdamW, COMMON | {"eps": 1e-3, "beta2_power": 0.6}),
+}
+
+
+@pytest.mark.parametrize("shape", [(37, 29), (501,), (5, 11, 13)])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_update_is_the_equation_of_its_docstring(name, shape):
+    reference, kind, options = REFERENCES[name]
+    expected, state = start(*shape).double(), {}
+    for t, g in enumerate(gradients(shape), start=1):
+        expected = reference(t, expected, g.double(), state)
+    torch.testing.assert_close(run(kind([nn.Parameter(start(*shape))], **options)), expected.float(), **CLOSE)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_independent_decay_takes_wd_times_lr_over_lr_max_off_the_weights(name):
+    """With zero gradients nothing but the decay is left."""
+    p = nn.Parameter(start(37, 29))
+    p.grad = torch.zeros_like(p)
+    optimizer = make(name, [p], lr=0.25, lr_max=0.5, weight_decay=0.01, independent_decay=True)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), start(37, 29) * (1 - 0.01 * 0.5), rtol=1e-6, atol=0)
+    assert make(name, [p], lr=0.25, independent_decay=True).param_groups[0]["lr_max"] == 0.25

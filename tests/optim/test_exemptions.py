@@ -1,0 +1,233 @@
+"""Who keeps 32-bit state, who decays, whose rate is scaled; and a report whose bytes are the bytes in memory."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.optim.cases import OPTIMIZERS, QUANTIZED, make, params_of, set_grads, small_model, train
+from trimtab import optim
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(101, 45)
+        self.first = nn.Linear(45, 97)
+        self.norm = nn.LayerNorm(97)
+        self.last = nn.Linear(97, 101, bias=False)
+
+
+def bits_of(optimizer: optim.Optimizer) -> dict[str, int]:
+    """As the report says, and checked in the state itself."""
+    train(optimizer, [0])
+    table = {entry.name: entry.bits for entry in optimizer.describe().entries}
+    for p, bits in zip(params_of(optimizer), table.values(), strict=True):
+        assert (bits == 8) == (torch.uint8 in {x.dtype for x in optimizer.state[p].values()})
+    return table
+
+
+def kept(optimizer: optim.Optimizer) -> set[str]:
+    """The big tensors with 32-bit state."""
+    big = {"embed_tokens.weight", "first.weight", "last.weight"}
+    return {name for name, bits in bits_of(optimizer).items() if bits == 32 and name in big}
+
+
+# --- keep32
+
+
+def test_embeddings_keep_32_bits_when_names_are_known():
+    model = Model()
+    assert kept(optim.AdamW(model.named_parameters(), bits=8)) == {"embed_tokens.weight"}
+    assert kept(optim.AdamW(model.named_parameters(), bits=8, keep32=())) == set()
+    assert 32 not in [e.bits for e in optim.AdamW([model.embed_tokens.weight], bits=8).describe().entries]
+
+
+@pytest.mark.parametrize("how", ["pattern", "patterns", "module", "modules", "parameter", "predicate"])
+def test_exemptions_by_pattern_module_parameter_and_predicate(how):
+    model = Model()
+    keep = {
+        "pattern": "last.*",
+        "patterns": ["la*", "*.nothing", "last.weight"],
+        "module": model.last,
+        "modules": nn.ModuleList([model.last]),
+        "parameter": model.last.weight,
+        "predicate": lambda name, p: name.startswith("last") and p.shape == (101, 97),
+    }[how]
+    if how == "patterns":
+        with pytest.warns(UserWarning, match=r"exempts nothing: no parameter where name matches '\*\.nothing'"):
+            optimizer = optim.AdamW(model.named_parameters(), bits=8, keep32=keep)
+    else:
+        optimizer = optim.AdamW(model.named_parameters(), bits=8, keep32=keep)
+    assert kept(optimizer) == {"last.weight"}
+    why = next(entry.why for entry in optimizer.describe().entries if entry.name == "last.weight")
+    assert (
+        why
+        == {
+            "pattern": "name matches 'last.*'",
+            "patterns": "name matches 'la*'",
+            "module": "part of a Linear listed in keep32",
+            "modules": "part of a ModuleList listed in keep32",
+            "parameter": "listed in keep32",
+            "predicate": "chosen by <lambda>",
+        }[how]
+    )
+
+
+def test_modules_and_parameters_need_no_names():
+    model = Model()
+    optimizer = optim.AdamW(model.parameters(), bits=8, keep32=[model.embed_tokens, model.last.weight])
+    assert [e.bits for e in optimizer.describe().entries] == [32, 8, 32, 32, 32, 32]
+
+
+def test_the_order_of_calls_does_not_matter():
+    """A peer's override silently did nothing when it came after the parameters."""
+    model = Model()
+    named = list(model.named_parameters())
+    backwards = optim.AdamW(named[::-1], bits=8, keep32=["last.*", "first.weight"])
+    with pytest.warns(UserWarning, match="exempts nothing"):  # not yet
+        late = optim.AdamW(named[:1], bits=8, keep32=lambda name, p: name in ("last.weight", "first.weight"))
+    late.add_param_group({"params": named[1:]})
+    grouped = optim.AdamW([{"params": named[:1], "keep32": ()}, {"params": named[1:], "keep32": "[fl]*"}], bits=8)
+    for optimizer in (backwards, late, grouped):
+        assert kept(optimizer) == {"last.weight", "first.weight"}
+
+
+def test_exemptions_that_cannot_be_meant_are_refused_or_told():
+    model = Model()
+    with pytest.warns(UserWarning, match="exempts nothing: no parameter where name matches 'head"):
+        optim.AdamW(model.named_parameters(), bits=8, keep32="head.*")
+    with pytest.raises(ValueError, match=r"no names; pass model\.named_parameters"):
+        optim.AdamW(model.parameters(), bits=8, keep32="last.*")
+    with pytest.raises(ValueError, match=r"no names; pass model\.named_parameters"):
+        optim.AdamW([{"params": list(model.parameters()), "keep32": "*embed*"}], bits=8)
+    with pytest.raises(TypeError, match=r"class Embedding; .* trimtab\.optim\.groups\(model, keep32=Embedding\)"):
+        optim.AdamW(model.named_parameters(), bits=8, keep32=nn.Embedding)
+    with pytest.raises(TypeError, match="got int"):
+        optim.AdamW(model.named_parameters(), bits=8, keep32=3)
+
+
+def test_an_exempt_tensor_takes_the_32_bit_step():
+    kept_, full = small_model(), small_model()
+    mine = make("AdamW", kept_.named_parameters(), 8, keep32="0.weight")
+    theirs = make("AdamW", full.named_parameters(), 32)
+    train(mine, range(3))
+    train(theirs, range(3))
+    assert torch.equal(kept_[0].weight, full[0].weight)
+    assert not torch.equal(kept_[2].weight, full[2].weight)
+
+
+@pytest.mark.parametrize(("size", "bits"), [(4096, 8), (4095, 32)])
+def test_tensors_below_min_8bit_size_keep_32_bits(size, bits):
+    assert [e.bits for e in optim.AdamW([torch.ones(size)], bits=8).describe().entries] == [bits]
+    assert [e.bits for e in optim.AdamW([torch.ones(size)], bits=8, min_8bit_size=1).describe().entries] == [8]
+
+
+# --- groups
+
+
+def by_name(groups: list[dict]) -> dict[str, dict]:
+    return {name: group for group in groups for name, _ in group["params"]}
+
+
+def test_vectors_never_decay_and_patterns_exempt_more():
+    found = by_name(optim.groups(Model(), lr=0.1, weight_decay=0.3, no_decay="last.*"))
+    assert {name: group["weight_decay"] for name, group in found.items()} == {
+        "embed_tokens.weight": 0.3,
+        "first.weight": 0.3,
+        "first.bias": 0.0,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "last.weight": 0.0,
+    }
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_mup_scales_the_rate_of_linear_weights_and_leaves_their_decay(independent):
+    model = Model()
+    groups = optim.groups(model, lr=0.1, weight_decay=0.3, mup_ratio=0.25, independent_decay=independent)
+    found = by_name(groups)
+    assert {name for name, group in found.items() if group["lr"] == 0.025} == {"first.weight", "last.weight"}
+    assert all(group["lr"] in (0.1, 0.025) for group in groups)
+    # What is really taken off a weight at a step without gradient is the same for every decaying tensor.
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optim.AdamW(groups, lr=1.0)
+    for p in params_of(optimizer):
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    shrink = 1 - (0.3 if independent else 0.3 * 0.1)
+    for name, p in model.named_parameters():
+        factor = shrink if p.dim() >= 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor, rtol=1e-6, atol=0)
+
+
+def test_groups_know_who_keeps_32_bits_by_class_too():
+    model = Model()
+    assert kept(optim.AdamW(optim.groups(model, lr=0.1), bits=8)) == {"embed_tokens.weight"}
+    keep = [nn.Embedding, "last.*", model.first]
+    everyone = {"embed_tokens.weight", "last.weight", "first.weight"}
+    assert kept(optim.AdamW(optim.groups(model, lr=0.1, keep32=keep), bits=8)) == everyone
+    assert kept(optim.AdamW(optim.groups(model, lr=0.1, keep32=()), bits=8)) == set()
+    with pytest.raises(ValueError, match="mup_ratio is base width / width"):
+        optim.groups(model, lr=0.1, mup_ratio=0)
+
+
+# --- describe
+
+MOMENTS = {"SGD": 1, "LARS": 1, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafactor": 1, "AdEMAMix": 3}
+
+
+def nbytes(tensors: dict[str, Tensor]) -> int:
+    factors = ("step", "exp_avg_sq_row", "exp_avg_sq_col")
+    return sum(x.numel() * x.element_size() for key, x in tensors.items() if key not in factors)
+
+
+@pytest.mark.parametrize("block", [256, 2048])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_the_report_is_the_formula_and_the_formula_is_the_memory(name, block):
+    """k moments of n values, E of them in 32 bits: k (n - E) + 4 k ⌈(n - E) / B⌉ + 4 k E bytes."""
+    model, k = Model(), MOMENTS.get(name, 2)
+    optimizer = make(name, model.named_parameters(), 8, block=block)
+    promised = optimizer.describe()
+    train(optimizer, [0])
+    table = optimizer.describe()
+    assert str(promised) == str(table)
+    for entry, p in zip(table.entries, params_of(optimizer), strict=True):
+        n = p.numel()
+        assert entry.bytes_now == nbytes(optimizer.state[p])
+        assert entry.bytes_now == (k * n + 4 * k * math.ceil(n / block) if entry.bits == 8 else 4 * k * n)
+        assert entry.bytes_at_32 == 4 * k * n
+    full = make(name, Model().named_parameters(), 32)
+    train(full, [0])
+    assert table.bytes_at_32 == sum(nbytes(full.state[p]) for p in params_of(full)) == full.describe().bytes_now
+    assert table.bytes_now == sum(entry.bytes_now for entry in table.entries)
+    assert f"{name}: 2 of 6 tensors in 8 bits" in table.summary()
+
+
+def test_state_per_parameter_is_what_was_promised():
+    p = nn.Parameter(torch.ones(1000, 1024))
+    assert optim.AdamW([p], bits=8).describe().bytes_now / p.numel() <= 2.04
+    assert optim.Lion([p], bits=8).describe().bytes_now / p.numel() <= 1.03
+    assert optim.SGD([p], bits=8).describe().bytes_now == 0  # no momentum, no state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_printed_report_names_tensors_bits_reasons_and_bytes(name):
+    bits = 8 if name in QUANTIZED else 32
+    text = str(make(name, Model().named_parameters(), bits).describe())
+    assert "embed_tokens.weight  101×45" in text
+    assert text.splitlines()[-1].startswith(f"{name}: ")
+    if bits == 8:
+        assert "name matches '*embed*'" in text
+        assert "smaller than min_8bit_size=4096" in text
+
+
+def test_unnamed_parameters_are_described_by_their_place():
+    model = nn.Linear(3, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = optim.StableAdamW(groups, skip_nonfinite=True)
+    assert optimizer.names == ["group 0, parameter 0", "group 1, parameter 0"]
+    set_grads(model.parameters(), 0)
+    optimizer.step()
+    assert optimizer.rms.shape == optimizer.skipped.shape == (2,)

@@ -1,0 +1,68 @@
+"""Bad values and parameters that cannot be stepped: refused when the optimizer is built, with the remedy."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optim.cases import OPTIMIZERS, make, small_model
+from trimtab import optim
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": math.nan}, "lr must be finite"),
+        ({"lr": -0.1}, "lr must be at least 0"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"weight_decay": -1.0}, "weight_decay must be between 0"),
+        ({"bits": 4}, "bits must be 8 or 32"),
+        ({"block": 0}, "block must be"),
+        ({"codebook": "float9"}, "codebook"),
+        ({"min_8bit_size": -1}, "min_8bit_size must be"),
+        ({"percentile_clipping": 101}, "percentile_clipping must be"),
+        ({"loss_scale": 0.0}, "loss_scale must be above 0"),
+        ({"rounding": "up"}, "rounding must be one of"),
+        ({"independent_decay": True, "lr": 0.0}, "lr_max"),
+    ],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_values_out_of_range_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, small_model().parameters(), **options)
+    optimizer = make(name, small_model().parameters())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (0.9, math.nan)])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.StableAdamW, optim.LAMB, optim.Lion, optim.Adafactor])
+def test_betas_out_of_range_are_refused(kind, betas):
+    with pytest.raises(ValueError, match="betas must be at least 0 and below 1"):
+        kind(small_model().parameters(), betas=betas)
+
+
+class FlatParameter(nn.Parameter):
+    """Named like that of FSDP1."""
+
+
+@pytest.mark.parametrize(
+    ("p", "message"),
+    [
+        (nn.Parameter(torch.ones(9, device="meta")), "to_empty"),
+        (FlatParameter(torch.ones(9)), "FSDP2"),
+        (nn.Parameter(torch.ones(9)[::2]), "leave gaps or overlap"),
+        (nn.Parameter(torch.ones(1, 5).expand(4, 5)), "leave gaps or overlap"),
+    ],
+    ids=["meta", "flattened", "gaps", "overlaps"],
+)
+def test_parameters_that_cannot_be_stepped_are_refused_with_the_remedy(p, message):
+    with pytest.raises(ValueError, match=message):
+        optim.AdamW([("weight", p)])
+
+
+def test_stochastic_rounding_of_float16_is_refused_when_the_optimizer_is_built():
+    with pytest.raises(ValueError, match=r"needs bfloat16; 'kahan' does both"):
+        optim.AdamW([nn.Parameter(torch.ones(9, dtype=torch.float16))], rounding="stochastic")
