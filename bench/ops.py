@@ -30,6 +30,7 @@ from trimtab.ops import (
     step_rules,
 )
 from trimtab.ops.blockwise import count_blocks
+from trimtab.ops.step import Code
 
 HAS_PEER = importlib.util.find_spec("bitsandbytes") is not None
 
@@ -102,7 +103,8 @@ def measure_quantize(count: int, rounds: int) -> list[Bar]:
 class Model:
     """Parameters of these shapes with gradients, and 8-bit or 32-bit Adam state for our step."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], *, bits: int) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], *, bits: int, code: Code = "quadratic") -> None:
+        self.code = code
         generator = torch.Generator().manual_seed(0)
         self.params = [torch.randn(shape, generator=generator) for shape in shapes]
         self.grads = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
@@ -111,7 +113,7 @@ class Model:
         wide = [i for i in range(len(shapes)) if i not in set(narrow)]
         self.groups: list[tuple[list[int], list[list[Tensor]], list[list[Tensor]] | None]] = []
         if narrow:
-            codes = [[torch.full_like(self.params[i], zero, dtype=torch.uint8) for i in narrow] for zero in (127, 0)]
+            codes = [[torch.zeros_like(self.params[i], dtype=torch.uint8) for i in narrow] for _ in range(2)]
             scales = [[torch.zeros(count_blocks(self.params[i].numel(), BLOCK)) for i in narrow] for _ in range(2)]
             self.groups.append((narrow, codes, scales))
         if wide:
@@ -121,7 +123,7 @@ class Model:
         for members, states, absmax in self.groups:
             params, grads = [self.params[i] for i in members], [self.grads[i] for i in members]
             rows = step_rules.adamw(torch.full((len(members),), 10.0), lr=1e-3, weight_decay=0.01)
-            fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK)
+            fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK, code=self.code)
 
     def stable_adamw(self) -> None:
         for members, states, absmax in self.groups:
@@ -130,10 +132,10 @@ class Model:
             numels = torch.tensor([p.numel() for p in params])
             first = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01)
             scales = None if absmax is None else absmax[1]
-            ratios = gradient_ratios(grads, states[1], first, absmax=scales, block=BLOCK)
+            ratios = gradient_ratios(grads, states[1], first, absmax=scales, block=BLOCK, code=self.code)
             rms = step_rules.rms_from_ratios(ratios, numels)
             rows = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01, rms=rms)
-            fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK)
+            fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK, code=self.code)
 
 
 def with_gradients(model: Model) -> list[torch.nn.Parameter]:
@@ -145,10 +147,12 @@ def with_gradients(model: Model) -> list[torch.nn.Parameter]:
 
 def measure_step(title: str, shapes: list[tuple[int, ...]], rounds: int, *, flat: bool) -> list[Bar]:
     ours8, ours32 = Model(shapes, bits=8), Model(shapes, bits=32)
+    table8 = Model(shapes, bits=8, code="codebook")
     fused = torch.optim.AdamW(with_gradients(ours8), lr=1e-3, fused=True)
     candidates: dict[str, Callable[[], Any]] = {
         "torch AdamW fused, 32-bit": fused.step,
         "trimtab AdamW, 8-bit": ours8.adamw,
+        "   with the dynamic table": table8.adamw,
         "trimtab StableAdamW, 8-bit": ours8.stable_adamw,
         "trimtab AdamW, 32-bit": ours32.adamw,
     }

@@ -66,7 +66,7 @@ def draw(curves: dict[str, list[float]], path: Path, width: int = 720, height: i
     x = lambda i, n: 50 + (width - 70) * i / (n - 1)  # noqa: E731
     y = lambda loss: 20 + (height - 60) * (high - loss) / (high - low)  # noqa: E731
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for loss in range(int(low) + 1, int(high) + 1):

@@ -28,9 +28,10 @@ INLINE vf decode_quadratic(const uint8_t* codes, float unit, Kind kind) {
 template <Kind K>
 INLINE vi quadratic_code(vf x, vf inverse) {
   if (K == Kind::unit) return round_to_int(x * inverse);
-  const vf r = root(magnitude(x) * inverse) * levels(K);
+  const vf r = root((K == Kind::plain ? magnitude(x) : x) * inverse) * levels(K);
   if (K == Kind::plain) return round_to_int((vf)(bits(r) | (bits(x) & (int32_t)0x80000000)));
-  return larger(round_to_int(r), smaller_unsigned(bits(x), splat(1)));
+  const vf dither = __builtin_convertvector(bits(x) & 255, vf) * (1 / 256.0f) - (0.5f - 1 / 512.0f);
+  return larger(round_to_int(r + dither), smaller_unsigned(bits(x), splat(1)));
 }
 
 template <Kind K>

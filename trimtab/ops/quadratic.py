@@ -1,6 +1,6 @@
 """The quadratic code for optimizer state: one byte per value, and first moments kept in units of √v.
 
-    root     s = √v         c = round(255 √(s / absmax))              0 … 255        s = c² absmax / 255²
+    root     s = √v         c = round(255 √(s / absmax) + d)          0 … 255        s = c² absmax / 255²
     unit     u = m / √v     c = round(127 u / absmax)              -127 … 127        u = c absmax / 127
     plain    m              c = round(127 √(|m| / absmax)) sign    -127 … 127        m = c |c| absmax / 127²
 
@@ -9,6 +9,10 @@ block loses its digits, and its √v does not know. Kept as m / √v, every valu
 size of its gradient, so even steps are right for it; and an error of s cancels, because it stretches the m decoded with
 it by the same factor. Squares give small values finer steps than large ones, as the dynamic table does, but smoothly.
 Decoding takes one or two multiplications, encoding one root or none. docs/log.md has the numbers.
+
+The dither d, between -1/2 and 1/2, makes the rounding of s right on average. With β2 = 0.999 a step changes s by less
+than half a code, and rounding to nearest would lose all of it: v would stand still. Its noise is the number's own last
+bits, so there is nothing to seed, and what was decoded is still stored as the same codes.
 
 Rules without a second moment (SGD, Lion) keep m plain. A positive s is never stored as zero; u is 0 where s is. A block
 with a NaN or an Inf gets the scale NaN, as in blockwise.py. Codes below zero are stored as a signed byte. The kernels
@@ -66,11 +70,17 @@ def quantize_quadratic(x: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tenso
     if kind == "unit":
         codes = torch.round(blocks * inverse)
     else:
-        codes = torch.round(exact_root(blocks.abs() * inverse) * levels).copysign(blocks)
+        codes = (exact_root(blocks.abs() * inverse) * levels).copysign(blocks)
+        codes = torch.round(codes + dither(blocks) if kind == "root" else codes)
     if kind == "root":
         codes = torch.where((blocks > 0) & (codes == 0), 1.0, codes)
     codes = torch.where(finite[:, None], codes, 0.0).to(torch.int16).to(torch.uint8)  # two's complement
     return codes.flatten()[: x.numel()].view(x.shape), torch.where(finite, absmax, torch.nan)
+
+
+def dither(x: Tensor) -> Tensor:
+    """As good as random between -1/2 and 1/2: the last eight bits of the number itself."""
+    return (x.view(torch.int32) & 255).float() / 256 - (0.5 - 1 / 512)
 
 
 def dequantize_quadratic(codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> Tensor:

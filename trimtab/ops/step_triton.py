@@ -308,6 +308,8 @@ def _encode_quadratic(x, bits, K: tl.constexpr, KEEPS: tl.constexpr):
     else:
         r = tl.sqrt_rn(tl.abs(x) * inverse) * (255.0 if K == 2 else 127.0)
         r = tl.where(x < 0, -r, r)
+    if K == 2:
+        r += (x.to(tl.int32, bitcast=True) & 255).to(tl.float32) * 0.00390625 - 0.498046875
     codes = (r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     if K == 2:  # a positive second moment is never stored as zero
         codes = tl.where((x > 0) & (codes == 0), 1, codes)
