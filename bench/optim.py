@@ -104,7 +104,7 @@ def measure_speed(rounds: int) -> list[Bar]:
     if (torchao := peer("torchao")) is not None:
         slow["torchao AdamW8bit"] = lambda p: torchao.AdamW8bit(p)
     if (optimi := peer("optimi")) is not None:
-        slow["optimi StableAdamW, 32-bit"] = lambda p: optimi.StableAdamW(p, lr=1e-3)
+        slow["optimi StableAdamW, 32-bit"] = lambda p: optimi.StableAdamW(p, lr=1e-3, triton=False)
     del candidates
     timings = interleave(steps_of(slow, shapes), 3)
     show("the same, with the peers", timings, baseline="trimtab AdamW, 8-bit")

@@ -266,9 +266,9 @@ def test_ddp_ends_where_one_process_with_the_whole_batch_does(name, bits):
         copies = [torch.empty_like(p) for _ in range(PROCESSES)]
         dist.all_gather(copies, p.detach())
         assert_same(copies[0], copies[1])
-    # An average of two averages rounds differently from one. At 8 bits that may move a value into the next code,
-    # whose distance is within 1/64 of it: a small part of steps that are 1e-2 of the parameter.
-    assert_close(replica, plain, 1e-5 if bits == 32 else 1e-4)
+    # An average of two averages rounds differently from one. At 8 bits another last bit is another dither, which may
+    # take the next code of √v: within a few percent of it, of steps that are 1e-2 of the parameter.
+    assert_close(replica, plain, 1e-5 if bits == 32 else CUT)
 
 
 # --- FSDP2
@@ -406,10 +406,10 @@ def test_gradients_that_are_cut_differently_are_brought_together():
 
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"bits": 32}),
-    ("AdamW", {"bits": 8, "skip_nonfinite": True}),
+    ("AdamW", {"bits": 8, "codebook": "dynamic-symmetric", "skip_nonfinite": True}),
     ("StableAdamW", {"bits": 8}),
     ("LAMB", {"bits": 8, "percentile_clipping": 80}),
-    ("SGD", {"bits": 8}),
+    ("SGD", {"bits": 8, "codebook": "dynamic-symmetric"}),
     ("AdEMAMix", {"bits": 8}),
     ("Adagrad", {"bits": 8, "initial_accumulator_value": 0.1}),
 ]
@@ -458,7 +458,8 @@ def assert_continues(
     straight = Tensors(shapes)
     take_steps(straight, build(name, straight, **options), range(6))
     # StableAdamW keeps debiased moments and saves plain ones: a product and a quotient, each rounded.
-    alike = shapes == EVEN or options["bits"] == 32
+    # The scales of the quadratic code come back to the last bit or two, which is another dither; a table's exactly.
+    alike = options["bits"] == 32 or (shapes == EVEN and "codebook" in options)
     assert_close(model, straight, ROUNDING.get(name, 0.0) if alike else CUT)
 
 

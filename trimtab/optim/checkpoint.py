@@ -3,8 +3,9 @@
     packed      exp_avg_codes, exp_avg_absmax      what is in memory: small, and a resume continues bit for bit
     portable    exp_avg                            float32 under PyTorch's names: any such optimizer, any sharding
 
-What 8-bit state decodes to is stored again as the same codes, so portable loses nothing either, as long as the blocks
-are cut the same way. Everything is plain tensors, numbers and strings: `torch.load(weights_only=True)` reads it.
+What 8-bit state decodes to is stored again as the same codes, so portable loses next to nothing, as long as the blocks
+are cut the same way: the scales of the quadratic code come back to the last bit or two. Everything is plain
+tensors, numbers and strings: `torch.load(weights_only=True)` reads it.
 
 A load is checked and built completely before anything changes: one that fails leaves the optimizer as it was.
 """

@@ -39,7 +39,8 @@ def step_in_chunks(
     length = max(storage.block, CHUNK // storage.block * storage.block)  # whole blocks
     for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
         p, g, row = p.view(-1), g.view(-1), rows[i : i + 1]
-        rest = _compensation(p, state) if group["rounding"] == "kahan" and p.dtype != torch.float32 else None
+        kahan = group["rounding"] == "kahan" and p.dtype != torch.float32
+        rest = flat(state["compensation"]).view(-1) if kahan else None
         for start in range(0, p.numel(), length):
             here = slice(start, start + length)
             wide = p[here].float()
@@ -77,13 +78,6 @@ def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
 def _seed(step: float, tensor: int, start: int) -> int:
     """The same on every replica, another at every step: copies of a model must not drift apart."""
     return hash((int(step), tensor, start)) & 0x7FFF_FFFF_FFFF_FFFF
-
-
-def _compensation(p: Tensor, state: dict[str, Any]) -> Tensor:
-    if "compensation" not in state:
-        like = next(x for name, x in state.items() if name not in ("step", "skipped") and x.numel() == p.numel())
-        state["compensation"] = torch.zeros_like(like, dtype=p.dtype)
-    return flat(state["compensation"]).view(-1)
 
 
 def _load(

@@ -251,6 +251,10 @@ class Optimizer(torch.optim.Optimizer):
         moments, group = self.states_of(batch.group), batch.group
         careful = group["rounding"] != "nearest" and any(p.dtype != torch.float32 for p in batch.params)
         if group["skip_zeros"] or careful or not moments:
+            if group["rounding"] == "kahan":
+                for p, state in zip(batch.owners, batch.kept, strict=True):
+                    if p.dtype != torch.float32 and "compensation" not in state:
+                        state["compensation"] = torch.zeros_like(local(p))
             step_in_chunks(
                 self.rule, batch.params, batch.grads, batch.kept, moments, batch.storage, rows, batch.steps, group
             )
