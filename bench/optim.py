@@ -31,7 +31,7 @@ def main(rounds: int = 9, threads: int = 2, only: Part | None = None) -> None:
     """Measure the optimizers.
 
     Args:
-        rounds: how often each candidate is timed; peers that take seconds are timed three times
+        rounds: how often each candidate is timed; peers that take seconds are timed five times
         threads: for everything that is measured
         only: one part instead of all
     """
@@ -106,7 +106,7 @@ def measure_speed(rounds: int) -> list[Bar]:
     if (optimi := peer("optimi")) is not None:
         slow["optimi StableAdamW, 32-bit"] = lambda p: optimi.StableAdamW(p, lr=1e-3, triton=False)
     del candidates
-    timings = interleave(steps_of(slow, shapes), 3)
+    timings = interleave(steps_of(slow, shapes), 5)
     show("the same, with the peers", timings, baseline="trimtab AdamW, 8-bit")
     for name, mine, bar in (
         ("bitsandbytes AdamW8bit", "trimtab AdamW, 8-bit", 15.0),

@@ -138,6 +138,16 @@ def test_16_bit_parameters_take_the_float32_step_rounded_once(name, bits, dtype)
         assert dtype not in {x.dtype for x in small.state[p].values()}
 
 
+def test_kahan_needs_no_moments():
+    p = nn.Parameter(torch.ones(70, 61, dtype=torch.bfloat16))
+    optimizer = optim.SGD([p], lr=2.0**-7 / 3, rounding="kahan")
+    for _ in range(30):
+        p.grad = -torch.ones_like(p)
+        optimizer.step()
+    assert ((p.detach().float() - 1) * 128 / 10 - 1).abs().max() < 0.06  # ten spacings, within half a spacing
+    assert optimizer.describe().bytes_now == 2 * p.numel()
+
+
 def tiny_updates(rounding: str, bits: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Thirty steps of a third of a bfloat16 spacing each, up from 1: what became of them, in all ten spacings."""
     p = nn.Parameter(torch.ones(70, 61, dtype=dtype))

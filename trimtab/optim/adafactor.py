@@ -55,6 +55,9 @@ class Adafactor(Optimizer):
             state["exp_avg_sq_row"] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
             state["exp_avg_sq_col"] = torch.zeros(p.shape[:-2] + p.shape[-1:], dtype=torch.float32, device=p.device)
 
+    def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
+        return 4 * p.numel() if p.dim() < 2 else 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
+
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         """No kernel, so no rows: only which tensors to skip."""
         return torch.as_tensor(batch.grad_scale, device=batch.steps.device).expand(len(batch.owners))[:, None]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """The state of one parameter. Bytes are those of its moments, over all shards."""
+    """The state of one parameter, over all shards: its moments, and what else grows with it."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,15 +69,15 @@ def describe(optimizer: "Optimizer") -> Description:
     for group in optimizer.param_groups:
         moments = len(optimizer.states_of(group))
         for p in group["params"]:
-            storage = optimizer.storage_of(p, group)
+            storage, extra = optimizer.storage_of(p, group), optimizer.extra_bytes(p, group)
             entries.append(
                 Entry(
                     name=next(names),
                     shape=tuple(p.shape),
                     bits=storage.bits,
                     why=storage.why,
-                    bytes_now=moments * storage.nbytes(p.numel()),
-                    bytes_at_32=moments * 4 * p.numel(),
+                    bytes_now=moments * storage.nbytes(p.numel()) + extra,
+                    bytes_at_32=moments * 4 * p.numel() + extra,
                 )
             )
     return Description(type(optimizer).__name__, entries)

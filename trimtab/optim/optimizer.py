@@ -89,6 +89,10 @@ class Optimizer(torch.optim.Optimizer):
         """What the moments start from."""
         return 0.0
 
+    def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
+        """What it keeps for a parameter besides moments."""
+        return p.numel() * p.element_size() if group["rounding"] == "kahan" and p.dtype != torch.float32 else 0
+
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyper-parameters that make no sense."""
         check_group(group)
