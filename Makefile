@@ -13,17 +13,17 @@ test: .venv/installed
 lab: .venv/installed
 	$(BIN)/trimtab doctor
 
-# The peers come without their dependencies: they must not choose the torch.
 bench: .venv/installed
-	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi
 	$(BIN)/python -m bench.ops
 	$(BIN)/python -m bench.optim
 
-# torch first and alone, so that nothing else can pick another one.
+# torch first and alone, so that nothing else can pick another one. The peers, whose states we read and whose speed we
+# compare with, come without their dependencies for the same reason.
 .venv/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi
 	touch $@
 
 clean:
