@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.cases import OPTIMIZERS, make, small_model
+from tests.optim.cases import OPTIMIZERS, every_optimizer, make, small_model
 from trimtab import optim
 
 
@@ -66,3 +66,15 @@ def test_parameters_that_cannot_be_stepped_are_refused_with_the_remedy(p, messag
 def test_stochastic_rounding_of_float16_is_refused_when_the_optimizer_is_built():
     with pytest.raises(ValueError, match=r"needs bfloat16; 'kahan' does both"):
         optim.AdamW([nn.Parameter(torch.ones(9, dtype=torch.float16))], rounding="stochastic")
+
+
+@every_optimizer
+def test_a_parameter_replaced_under_its_state_never_reaches_the_kernel(name, bits):
+    p = nn.Parameter(torch.ones(70, 61))
+    optimizer = make(name, [p], bits)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.data = torch.ones(700, 61)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="now has 42700 values"):
+        optimizer.step()

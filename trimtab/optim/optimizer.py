@@ -190,6 +190,7 @@ class Optimizer(torch.optim.Optimizer):
                     )
                 mine = local(p)
                 grad = _read_grad(p, p.grad, mine)
+                self._check_state(mine, state, storage)
                 key = (number, storage, mine.device)
                 if key not in batches:
                     batches[key] = Batch(group, storage)
@@ -202,6 +203,18 @@ class Optimizer(torch.optim.Optimizer):
         for batch in batches.values():
             batch.steps = torch.stack([state["step"] for state in batch.kept]) + 1
         return list(batches.values())
+
+    def _check_state(self, mine: Tensor, state: dict[str, Any], storage: Storage) -> None:
+        """The kernel writes where it is told to: a parameter that has changed under its state must not reach it."""
+        if mine.dtype not in FLOATS:
+            raise ValueError(f"a parameter has become {mine.dtype}; it must stay float32, bfloat16 or float16")
+        name = self.moments[0]
+        kept = state.get(name if storage.bits == 32 else f"{name}_codes")
+        if kept is not None and (kept.numel() != mine.numel() or kept.device != mine.device):
+            raise ValueError(
+                f"a parameter now has {mine.numel()} values on {mine.device}, but its {name} has {kept.numel()} on "
+                f"{kept.device}; build a new optimizer after replacing or moving parameters"
+            )
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         self._storage[p] = storage = self.storage_of(p, group)
@@ -349,6 +362,8 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
     grad = shard_like(grad, p)  # sequence parallelism leaves partial sums on replicated parameters
     if grad.dtype not in FLOATS:
         raise RuntimeError(f"gradients must be float32, bfloat16 or float16, got {grad.dtype}")
+    if grad.numel() != mine.numel():
+        raise RuntimeError(f"a gradient has {grad.numel()} values, its parameter {mine.numel()}; was p.data replaced?")
     if grad.is_contiguous() and mine.is_contiguous():
         return grad
     if grad.stride() != mine.stride():
