@@ -60,8 +60,9 @@ def smooth(losses: list[float], window: int = 10) -> list[float]:
     return [sum(losses[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1)) for i in range(len(losses))]
 
 
-def draw(curves: dict[str, list[float]], path: Path, width: int = 720, height: int = 360) -> None:
-    """A plain SVG: one line per run, a scale on the left."""
+def draw(curves: dict[str, list[float]], path: Path, width: int = 720, height: int = 400, skip: int = 15) -> None:
+    """A plain SVG: one line per run, a scale on the left. The first steps, far above the rest, are left out."""
+    curves = {name: losses[skip:] for name, losses in curves.items()}
     low, high = min(map(min, curves.values())), max(map(max, curves.values()))
     x = lambda i, n: 50 + (width - 70) * i / (n - 1)  # noqa: E731
     y = lambda loss: 20 + (height - 60) * (high - loss) / (high - low)  # noqa: E731
@@ -69,9 +70,10 @@ def draw(curves: dict[str, list[float]], path: Path, width: int = 720, height: i
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for loss in range(int(low) + 1, int(high) + 1):
-        parts.append(f'<line x1="50" x2="{width - 20}" y1="{y(loss):.1f}" y2="{y(loss):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="40" y="{y(loss) + 4:.1f}" text-anchor="end">{loss}</text>')
+    for tick in range(int(5 * low) + 1, int(5 * high) + 1):
+        at = y(tick / 5)
+        parts.append(f'<line x1="50" x2="{width - 20}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="42" y="{at + 4:.1f}" text-anchor="end" font-size="13">{tick / 5:.1f}</text>')
     for k, (name, losses) in enumerate(curves.items()):
         color, dash = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")[k % 4], ("", "6 4", "", "6 4")[k % 4]
         points = " ".join(f"{x(i, len(losses)):.1f},{y(loss):.1f}" for i, loss in enumerate(losses))
