@@ -46,8 +46,10 @@ class Batch:
     steps: Tensor = field(init=False)  # the number of the step being taken, per tensor
     grad_scale: Tensor | float = 1.0
 
-    def list_states(self, suffix: str, moments: Iterable[str]) -> list[Tensor]:
-        return [flat(state[name + suffix]) for name in moments for state in self.kept]
+    def list_states(self, names: Iterable[str]) -> list[Tensor]:
+        """All of the first, then the next, each in memory order."""
+        found = [state[name] for name in names for state in self.kept]
+        return found if all(x.is_contiguous() for x in found) else [flat(x) for x in found]
 
     def numels(self) -> Tensor:
         """Of the whole tensors, not of the shards."""
@@ -170,7 +172,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[Batch]:
-        batches: dict[tuple[int, Storage, torch.device], Batch] = {}
+        batches: dict[tuple[int, int, torch.device], Batch] = {}
         where = -1
         for number, group in enumerate(self.param_groups):
             check_lr(group["lr"])
@@ -191,10 +193,10 @@ class Optimizer(torch.optim.Optimizer):
                 mine = local(p)
                 grad = _read_grad(p, p.grad, mine)
                 self._check_state(mine, state, storage)
-                key = (number, storage, mine.device)
-                if key not in batches:
-                    batches[key] = Batch(group, storage)
-                batch = batches[key]
+                key = (number, storage.bits, mine.device)  # block and codebook are the group's
+                batch = batches.get(key)
+                if batch is None:
+                    batch = batches[key] = Batch(group, storage)
                 batch.owners.append(p)
                 batch.where.append(where)
                 batch.params.append(flat(mine))
@@ -283,9 +285,10 @@ class Optimizer(torch.optim.Optimizer):
         storage, device = batch.storage, rows.device
         names = self.states_of(batch.group)
         if storage.bits == 32:
-            states, absmax = batch.list_states("", names), []
+            states, absmax = batch.list_states(names), []
         else:
-            states, absmax = batch.list_states("_codes", names), batch.list_states("_absmax", names)
+            states = batch.list_states([f"{name}_codes" for name in names])
+            absmax = batch.list_states([f"{name}_absmax" for name in names])
         block = min(storage.block, max([1, *(p.numel() for p in batch.params)]))
         return batch.params, batch.grads, states, absmax, rows, *storage.books(device), self.rule, storage.code, block
 
@@ -359,7 +362,8 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
     """This process's gradient in the memory order of its parameter."""
     if grad.layout != torch.strided:
         raise RuntimeError(f"gradients must be dense, got {grad.layout}; build the embedding with sparse=False")
-    grad = shard_like(grad, p)  # sequence parallelism leaves partial sums on replicated parameters
+    if mine is not p:
+        grad = shard_like(grad, p)  # sequence parallelism leaves partial sums on replicated parameters
     if grad.dtype not in FLOATS:
         raise RuntimeError(f"gradients must be float32, bfloat16 or float16, got {grad.dtype}")
     if grad.numel() != mine.numel():
