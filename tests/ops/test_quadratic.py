@@ -34,7 +34,7 @@ def test_a_value_comes_back_within_half_a_step(kind, count):
     unit = (x / scale).abs()
     # Half a step of c, times the slope of the law there; the last 1.01 is for the rounding of the law itself.
     step = 1 / LEVELS[kind] if kind == "unit" else (2 * unit.sqrt() + 1 / LEVELS[kind]) / LEVELS[kind]
-    half = 1.0 if kind == "root" else 0.5  # the dither may take the neighbour
+    half = 1.0  # the dither may take the neighbour
     assert ((back - x).abs() <= 1.01 * scale * (half * step + (1 / LEVELS[kind] ** 2 if kind == "root" else 0))).all()
 
 
@@ -116,7 +116,7 @@ def test_the_update_survives_blocks_of_any_range():
     stored = encode_moments([m, v], [True, False], 256)
     back_m, back_v = decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], 256)
     error = (back_m / back_v.sqrt() - m / v.sqrt()).abs() / (m / v.sqrt()).abs().max()
-    assert error.max() < 0.006  # half a step of u, 1/254, and rounding
+    assert error.max() < 0.009  # a step of u, 1/127, and rounding
 
 
 @pytest.mark.parametrize("rule", ["adamw", "momentum", "rms"])

@@ -24,14 +24,17 @@ INLINE vf decode_quadratic(const uint8_t* codes, float unit, Kind kind) {
   return (kind == Kind::unit ? c : c * magnitude(c)) * unit;
 }
 
-// A positive root never becomes code 0.
+// Codes are worked out in parts of this size, to which the dither, last bits of x and of the parameter p after the step, is
+// added before it is cut. A positive root never becomes code 0.
+constexpr int32_t PARTS = 4096, PART_BITS = 12;
+
 template <Kind K>
-INLINE vi quadratic_code(vf x, vf inverse) {
-  if (K == Kind::unit) return round_to_int(x * inverse);
-  const vf r = root((K == Kind::plain ? magnitude(x) : x) * inverse) * levels(K);
-  if (K == Kind::plain) return round_to_int((vf)(bits(r) | (bits(x) & (int32_t)0x80000000)));
-  const vf dither = __builtin_convertvector(bits(x) & 255, vf) * (1 / 256.0f) - (0.5f - 1 / 512.0f);
-  return larger(round_to_int(r + dither), smaller_unsigned(bits(x), splat(1)));
+INLINE vi quadratic_code(vf x, vf p, vf inverse) {
+  vf parts = x * inverse;
+  if (K == Kind::root) parts = root(parts) * (levels(K) * PARTS);
+  if (K == Kind::plain) parts = (vf)(bits(root(magnitude(parts)) * (levels(K) * PARTS)) | (bits(x) & (int32_t)0x80000000));
+  const vi code = (round_to_int(parts) + ((bits(x) ^ bits(p)) & (PARTS - 1))) >> PART_BITS;
+  return K == Kind::root ? larger(code, smaller_unsigned(bits(x), splat(1))) : code;
 }
 
 template <Kind K>
@@ -52,34 +55,35 @@ INLINE void put_quadratic(uint8_t* codes, const vi c[4]) {
 }
 
 template <Kind K>
-static inline void encode_quadratic(const float* x, int64_t count, float absmax, uint8_t* codes) {
+static inline void encode_quadratic(const float* x, const float* p, int64_t count, float absmax, uint8_t* codes) {
   if (!(absmax < INFINITY)) {  // NaN: stored as zeros under a scale of NaN
     memset(codes, 0, count);
     return;
   }
-  const float largest = 3.402823466e+38f, reciprocal = (K == Kind::unit ? levels(K) : 1) / absmax;
+  const float largest = 3.402823466e+38f, reciprocal = (K == Kind::unit ? levels(K) * PARTS : 1) / absmax;
   const vf inverse = splat(reciprocal < largest ? reciprocal : largest);  // zeros, and numbers too small to divide by
   vi c[4];
   int64_t k = 0;
   for (; k + GROUP <= count; k += GROUP) {
-    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(x + k + q * W), inverse);
+    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(x + k + q * W), load(p + k + q * W), inverse);
     put_quadratic<K>(codes + k, c);
   }
   if (k < count) {
-    float last[GROUP] = {};
+    float last[GROUP] = {}, last_p[GROUP] = {};
     uint8_t last_codes[GROUP];
     memcpy(last, x + k, 4 * (count - k));
-    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(last + q * W), inverse);
+    memcpy(last_p, p + k, 4 * (count - k));
+    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(last + q * W), load(last_p + q * W), inverse);
     put_quadratic<K>(last_codes, c);
     memcpy(codes + k, last_codes, count - k);
   }
 }
 
-static inline void encode_quadratic(Kind kind, const float* x, int64_t count, float absmax, uint8_t* codes) {
+static inline void encode_quadratic(Kind kind, const float* x, const float* p, int64_t count, float absmax, uint8_t* codes) {
   switch (kind) {
-    case Kind::root: return encode_quadratic<Kind::root>(x, count, absmax, codes);
-    case Kind::unit: return encode_quadratic<Kind::unit>(x, count, absmax, codes);
-    case Kind::plain: return encode_quadratic<Kind::plain>(x, count, absmax, codes);
+    case Kind::root: return encode_quadratic<Kind::root>(x, p, count, absmax, codes);
+    case Kind::unit: return encode_quadratic<Kind::unit>(x, p, count, absmax, codes);
+    case Kind::plain: return encode_quadratic<Kind::plain>(x, p, count, absmax, codes);
   }
 }
 

@@ -1,8 +1,8 @@
 """The quadratic code for optimizer state: one byte per value, and first moments kept in units of √v.
 
-    root     s = √v         c = round(255 √(s / absmax) + d)          0 … 255        s = c² absmax / 255²
-    unit     u = m / √v     c = round(127 u / absmax)              -127 … 127        u = c absmax / 127
-    plain    m              c = round(127 √(|m| / absmax)) sign    -127 … 127        m = c |c| absmax / 127²
+    root     s = √v         c = floor(255 √(s / absmax) + d)               0 … 255        s = c² absmax / 255²
+    unit     u = m / √v     c = floor(127 u / absmax + d)               -127 … 127        u = c absmax / 127
+    plain    m              c = floor(± 127 √(|m| / absmax) + d)        -127 … 127        m = c |c| absmax / 127²
 
 Why not a table of the dynamic kind: Adam moves a parameter by m / √v. Kept apart, a small m beside large ones of its
 block loses its digits, and its √v does not know. Kept as m / √v, every value of a block matters alike, whatever the
@@ -10,9 +10,10 @@ size of its gradient, so even steps are right for it; and an error of s cancels,
 it by the same factor. Squares give small values finer steps than large ones, as the dynamic table does, but smoothly.
 Decoding takes one or two multiplications, encoding one root or none. docs/log.md has the numbers.
 
-The dither d, between -1/2 and 1/2, makes the rounding of s right on average. With β2 = 0.999 a step changes s by less
-than half a code, and rounding to nearest would lose all of it: v would stand still. Its noise is the number's own last
-bits, so there is nothing to seed, and what was decoded is still stored as the same codes.
+The dither d, between 0 and 1, makes the rounding right on average. With β2 = 0.999 a step changes s by less than
+half a code, and rounding to nearest would lose all of it: v would stand still, and an m without gradients would stop
+decaying at the last code and push its parameter for ever. The noise is the last bits of the number and of the parameter
+after the step, so there is nothing to seed, and what was decoded is still stored as the same codes.
 
 Rules without a second moment (SGD, Lion) keep m plain. A positive s is never stored as zero; u is 0 where s is. A block
 with a NaN or an Inf gets the scale NaN, as in blockwise.py. Codes below zero are stored as a signed byte. The kernels
@@ -28,6 +29,8 @@ from torch.nn.functional import pad
 
 Kind = Literal["root", "unit", "plain"]
 LEVELS: dict[Kind, int] = {"root": 255, "unit": 127, "plain": 127}
+PARTS = 4096  # of a code: as fine as the dither is
+LARGEST_ROOT = 1.8446742e19  # of the largest float32
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -38,12 +41,15 @@ def kinds(signed: Sequence[bool]) -> list[Kind]:
     return ["unit"] * (len(signed) - 1) + ["root"]  # type: ignore[return-value]
 
 
-def encode_moments(moments: Sequence[Tensor], signed: Sequence[bool], block: int) -> list[tuple[Tensor, Tensor]]:
-    """Codes and absmax of each float32 moment of one tensor."""
+def encode_moments(
+    moments: Sequence[Tensor], signed: Sequence[bool], block: int, param: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Codes and absmax of each float32 moment of one tensor. `param`, in float32, is there to dither with."""
     if not signed[-1]:
         s = exact_root(moments[-1])
+        s = torch.where(s == torch.inf, LARGEST_ROOT, s)  # g² overflowed, but the gradient was finite
         moments = [*(torch.where(s > 0, m / s, 0.0) for m in moments[:-1]), s]
-    return [quantize_quadratic(x, kind, block) for x, kind in zip(moments, kinds(signed), strict=True)]
+    return [quantize_quadratic(x, kind, block, param) for x, kind in zip(moments, kinds(signed), strict=True)]
 
 
 def decode_moments(
@@ -57,34 +63,41 @@ def decode_moments(
     return [u * kept[-1] for u in kept[:-1]] + [kept[-1] * kept[-1]]
 
 
-def quantize_quadratic(x: Tensor, kind: Kind, block: int) -> tuple[Tensor, Tensor]:
+def quantize_quadratic(x: Tensor, kind: Kind, block: int, param: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes (uint8, shaped like `x`) and one absmax per block."""
-    flat = x.flatten()
-    blocks = pad(flat, (0, -flat.numel() % block)).view(-(-flat.numel() // block), block)
+    block = min(block, max(1, x.numel()))
+    blocks, noise = (
+        pad(y.flatten(), (0, -x.numel() % block)).view(-(-x.numel() // block), block)
+        for y in (x, dither(x) if param is None else dither(x, param))
+    )
     absmax, levels = blocks.abs().amax(dim=1), LEVELS[kind]
     finite = absmax.isfinite()
     # Where there is nothing to divide by, or it is too small, the largest number: zeros stay zero.
     # (PyTorch would turn a number divided by a tensor into a product, which rounds twice.)
-    top = torch.full_like(absmax, levels if kind == "unit" else 1)
+    top = torch.full_like(absmax, levels * PARTS if kind == "unit" else 1)
     inverse = (top / absmax).clamp(max=_LARGEST)[:, None]
     if kind == "unit":
-        codes = torch.round(blocks * inverse)
+        parts = blocks * inverse
     else:
-        codes = (exact_root(blocks.abs() * inverse) * levels).copysign(blocks)
-        codes = torch.round(codes + dither(blocks) if kind == "root" else codes)
+        parts = (exact_root(blocks.abs() * inverse) * (levels * PARTS)).copysign(blocks)
+    codes = (torch.where(finite[:, None], parts, 0.0).round().int() + noise) // PARTS
     if kind == "root":
-        codes = torch.where((blocks > 0) & (codes == 0), 1.0, codes)
-    codes = torch.where(finite[:, None], codes, 0.0).to(torch.int16).to(torch.uint8)  # two's complement
+        codes = torch.where((blocks > 0) & (codes == 0), 1, codes)
+    codes = torch.where(finite[:, None], codes, 0).to(torch.uint8)  # two's complement
     return codes.flatten()[: x.numel()].view(x.shape), torch.where(finite, absmax, torch.nan)
 
 
-def dither(x: Tensor) -> Tensor:
-    """As good as random between -1/2 and 1/2: the last eight bits of the number itself."""
-    return (x.view(torch.int32) & 255).float() / 256 - (0.5 - 1 / 512)
+def dither(*numbers: Tensor) -> Tensor:
+    """As good as random, in parts of a code: the last bits of the numbers themselves."""
+    bits = numbers[0].view(torch.int32)
+    for other in numbers[1:]:
+        bits = bits ^ other.view(torch.int32)
+    return bits & (PARTS - 1)
 
 
 def dequantize_quadratic(codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> Tensor:
     c = (codes if kind == "root" else codes.view(torch.int8)).float()
+    block = min(block, max(1, codes.numel()))
     unit = (absmax / LEVELS[kind] ** (1 if kind == "unit" else 2)).repeat_interleave(block)
     return (c if kind == "unit" else c * c.abs()) * unit[: codes.numel()].view(codes.shape)
 

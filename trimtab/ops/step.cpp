@@ -137,7 +137,8 @@ struct Block {
     }
     store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     if constexpr (quadratic && has_second) {
-      const vf second = state[states - 1] = root(state[states - 1]);
+      vf second = root(state[states - 1]);
+      second = state[states - 1] = second == INFINITY ? splat(1.8446742e19f) : second;  // g² overflowed, g did not
       for (int i = 0; i < states - 1; i++) state[i] = second > 0 ? state[i] / second : vf{};
     }
     for (int i = 0; i < states; i++) {
@@ -273,7 +274,7 @@ static void run(const Step& step) {
       for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
       for (int i = 0; i < states; i++) {
         uint8_t* codes = (uint8_t*)x.state[i] + start;
-        if (B::quadratic) encode_quadratic(B::kind(i), b.moment[i], count, absmax[i], codes);
+        if (B::quadratic) encode_quadratic(B::kind(i), b.moment[i], b.param, count, absmax[i], codes);
         else if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
         else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
         x.absmax[i][block] = stored(absmax[i]);

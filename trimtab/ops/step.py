@@ -212,10 +212,11 @@ def step_reference(
             continue
         mine, scales = states[i :: len(params)], absmax[i :: len(params)]
         p, update, moments = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, code, block)
-        params[i].copy_(row[DECAY] * p - row[LR] * update)
+        fresh = row[DECAY] * p - row[LR] * update
+        params[i].copy_(fresh)
         if absmax and code == "quadratic":
             for target, scale, stored in zip(
-                mine, scales, encode_moments(moments, RULES[rule].signed, block), strict=True
+                mine, scales, encode_moments(moments, RULES[rule].signed, block, fresh), strict=True
             ):
                 target.copy_(stored[0])
                 scale.copy_(stored[1])

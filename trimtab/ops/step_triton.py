@@ -298,19 +298,19 @@ def _decode_quadratic(codes, scale, K: tl.constexpr, KEEPS: tl.constexpr):
 
 
 @triton.jit
-def _encode_quadratic(x, bits, K: tl.constexpr, KEEPS: tl.constexpr):
-    """Codes of what `_as_kept` returns. Adding 1.5 * 2^23 rounds half to even."""
+def _encode_quadratic(x, p, bits, K: tl.constexpr, KEEPS: tl.constexpr):
+    """Codes of what `_as_kept` returns, worked out in 4096th parts. Adding 1.5 * 2^23 rounds half to even."""
     absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
     unit: tl.constexpr = (K < 2) and (KEEPS >> 2 == 1)
-    inverse = tl.minimum(tl.div_rn(tl.full(absmax.shape, 127.0 if unit else 1.0, tl.float32), absmax), LARGEST)
+    inverse = tl.minimum(tl.div_rn(tl.full(absmax.shape, 520192.0 if unit else 1.0, tl.float32), absmax), LARGEST)
     if unit:
         r = x * inverse
     else:
-        r = tl.sqrt_rn(tl.abs(x) * inverse) * (255.0 if K == 2 else 127.0)
+        r = tl.sqrt_rn(tl.abs(x) * inverse) * (1044480.0 if K == 2 else 520192.0)
         r = tl.where(x < 0, -r, r)
-    if K == 2:
-        r += (x.to(tl.int32, bitcast=True) & 255).to(tl.float32) * 0.00390625 - 0.498046875
-    codes = (r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    r = tl.where(bits < INFINITY_BITS, r, 0.0)
+    noise = (x.to(tl.int32, bitcast=True) ^ p.to(tl.int32, bitcast=True)) & 4095
+    codes = ((r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + noise) >> 12
     if K == 2:  # a positive second moment is never stored as zero
         codes = tl.where((x > 0) & (codes == 0), 1, codes)
     return tl.where(bits < INFINITY_BITS, codes, 0)
@@ -322,6 +322,7 @@ def _as_kept(moments, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr):
     m, slow, v = moments
     if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
         v = tl.sqrt_rn(v)
+        v = tl.where(v == float("inf"), 1.8446742e19, v)
         whole = tl.where(v > 0, v, 1.0)
         m = tl.where(v > 0, tl.div_rn(m, whole), 0.0)
         slow = tl.where(v > 0, tl.div_rn(slow, whole), 0.0)
@@ -388,7 +389,7 @@ def _write(
     for K in tl.static_range(3):
         if (KEEPS >> K) & 1:
             if QUANTIZED == 2:
-                codes = _encode_quadratic(moments[K], bits[K], K, KEEPS)
+                codes = _encode_quadratic(moments[K], p, bits[K], K, KEEPS)
                 tl.store(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, codes.to(tl.uint8), mask=mask)
             elif QUANTIZED == 1:
                 codes = nearest(to_unit(moments[K], bits[K]), books_ptr + (K // 2 * 2 + 1) * BOOK)
