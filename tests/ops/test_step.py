@@ -522,7 +522,7 @@ shared = torch.zeros(300)
         ({"params": [torch.ones(300, device="meta")]}, "is on"),
         ({"absmax": None}, r"states\[0\]\[0\] must be float32, got uint8"),
         ({"block": 64}, r"absmax\[0\]\[0\] must have shape \(5,\) \(one per block of 64\)"),
-        ({"scalars": torch.zeros(1, 3)}, r"scalars must have shape \(1, 14\)"),
+        ({"scalars": torch.zeros(1, 3)}, r"scalars must have shape \(1, 15\)"),
         ({"params": [shared], "grads": [shared]}, r"share memory"),
         ({"unsigned": dynamic(signed=False, exponent_bits=4)}, "must hold one zero at most"),
         ({"signed": torch.zeros(300)}, "codebook must be a vector of 2 to 256"),

@@ -111,7 +111,7 @@ def test_other_blocks_or_codebooks_are_refused_and_converted_when_asked(name, ot
 def test_the_state_cannot_change_its_block_by_itself():
     optimizer = trained("AdamW")
     optimizer.param_groups[0]["block"] = 64
-    with pytest.raises(ValueError, match="made with block=256"):
+    with pytest.raises(ValueError, match="made with bits=8, block=256"):
         train(optimizer, [3])
 
 

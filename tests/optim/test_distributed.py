@@ -268,7 +268,7 @@ def test_ddp_ends_where_one_process_with_the_whole_batch_does(name, bits):
         assert_same(copies[0], copies[1])
     # An average of two averages rounds differently from one. At 8 bits another last bit is another dither, which may
     # take the next code of √v: within a few percent of it, of steps that are 1e-2 of the parameter.
-    assert_close(replica, plain, 1e-5 if bits == 32 else CUT)
+    assert_close(replica, plain, 1e-5 if bits == 32 else 5 * CUT)
 
 
 # --- FSDP2

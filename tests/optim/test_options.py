@@ -116,7 +116,7 @@ def test_percentile_clipping_is_the_ring_of_a_hundred_norms(bits, percentile):
     assert shortened > 100 if percentile < 50 else shortened > 0
     # The norm is summed in float32, so the two gradients differ in their last bits, and at 8 bits codes with them.
     a, b = params_of(clipped)[0].detach(), params_of(by_hand)[0].detach()
-    assert (a - b).abs().mean() < (1e-6 if bits == 32 else 1e-2) * b.abs().mean()
+    assert (a - b).abs().mean() < (1e-6 if bits == 32 else 5e-2) * b.abs().mean()
 
 
 # --- Parameters in 16 bits, and in another memory order
@@ -189,7 +189,7 @@ def test_careful_rounding_is_repeatable_and_kahan_is_a_float32_run(name, bits, r
     assert_stored_as_told(careful, bits)
     a, b, c = (params_of(optimizer)[0].detach().float() for optimizer in (careful, nearest, wide))
     if rounding == "kahan":  # half a spacing at the end, whatever happened on the way; what is left over is rounded too
-        torch.testing.assert_close(a, c, rtol=2.0**-8 * 1.1, atol=1e-6)
+        torch.testing.assert_close(a, c, rtol=2.0**-8 * 1.1, atol=1e-6 if bits == 32 else 1e-4)  # dither
         rest = careful.state[params_of(careful)[0]]["compensation"].float()
         assert (a + rest - c).norm() < 0.01 * (b - c).norm()
     else:

@@ -78,3 +78,56 @@ def test_a_parameter_replaced_under_its_state_never_reaches_the_kernel(name, bit
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match="now has 42700 values"):
         optimizer.step()
+
+
+def test_state_that_no_longer_fits_its_parameter_never_reaches_the_kernel():
+    def stepped() -> tuple[nn.Parameter, optim.Optimizer]:
+        p = nn.Parameter(torch.ones(8, 16, 8, 8))
+        optimizer = optim.AdamW([p], bits=8)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        return p, optimizer
+
+    p, optimizer = stepped()
+    p.data = p.data.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="change the memory format before the first step"):
+        optimizer.step()
+    p, optimizer = stepped()
+    p.data = torch.ones(8, 16, 8, 16)[..., ::2]
+    with pytest.raises(ValueError, match="leave gaps"):
+        optimizer.step()
+    p, optimizer = stepped()
+    optimizer.state[p]["exp_avg_sq_codes"] = optimizer.state[p]["exp_avg_sq_codes"].half()
+    with pytest.raises(ValueError, match="something has cast the state"):
+        optimizer.step()
+    p, optimizer = stepped()
+    optimizer.state[p]["exp_avg_absmax"] = optimizer.state[p]["exp_avg_absmax"][:1].clone()
+    with pytest.raises(ValueError, match="1 scales for 8192 values"):
+        optimizer.step()
+    p, optimizer = stepped()
+    optimizer.param_groups[0]["bits"] = 32
+    with pytest.raises(ValueError, match="made with bits=8"):
+        optimizer.step()
+    p, optimizer = stepped()
+    optimizer.param_groups[0]["weight_decay"] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="codes mean something else there"):
+        optim.Lion([nn.Parameter(p.detach().clone())], bits=8).load_state_dict(stepped()[1].state_dict())
+
+
+@pytest.mark.parametrize(("name", "options"), [("AdamW", {}), ("StableAdamW", {}), ("SGD", {"momentum": 0.9})])
+def test_a_parameter_without_gradients_comes_to_rest(name, options):
+    # Rounded to nearest, the last code of m would never decay and push its parameter for ever.
+    p = nn.Parameter(torch.zeros(4096))
+    optimizer = getattr(optim, name)([p], lr=1e-3, weight_decay=0, bits=8, **options)
+    generator, dead = torch.Generator().manual_seed(0), torch.arange(4096) % 8 == 0
+    for step in range(400):
+        p.grad = torch.randn(4096, generator=generator)
+        if step >= 20:
+            p.grad[dead] = 0
+        if step == 300:
+            before = p.detach().clone()
+        optimizer.step()
+    still = (p.detach() - before)[dead].abs().mean()
+    assert still < 1e-3 * (p.detach() - before)[~dead].abs().mean()

@@ -24,16 +24,17 @@ INLINE vf decode_quadratic(const uint8_t* codes, float unit, Kind kind) {
   return (kind == Kind::unit ? c : c * magnitude(c)) * unit;
 }
 
-// Codes are worked out in parts of this size, to which the dither, last bits of x and of the parameter p after the step, is
+// Codes are worked out in parts of this size, to which the dither, mixed from the digits of x and the step's seed, is
 // added before it is cut. A positive root never becomes code 0.
 constexpr int32_t PARTS = 4096, PART_BITS = 12;
 
 template <Kind K>
-INLINE vi quadratic_code(vf x, vf p, vf inverse) {
+INLINE vi quadratic_code(vf x, vi seed, vf inverse) {
   vf parts = x * inverse;
   if (K == Kind::root) parts = root(parts) * (levels(K) * PARTS);
   if (K == Kind::plain) parts = (vf)(bits(root(magnitude(parts)) * (levels(K) * PARTS)) | (bits(x) & (int32_t)0x80000000));
-  const vi code = (round_to_int(parts) + ((bits(x) ^ bits(p)) & (PARTS - 1))) >> PART_BITS;
+  const vi dither = shift_right(((bits(x) & 0x7fffff) ^ seed) * (int32_t)0x9e3779b1, splat(32 - PART_BITS));
+  const vi code = (round_to_int(parts) + dither) >> PART_BITS;
   return K == Kind::root ? larger(code, smaller_unsigned(bits(x), splat(1))) : code;
 }
 
@@ -55,7 +56,7 @@ INLINE void put_quadratic(uint8_t* codes, const vi c[4]) {
 }
 
 template <Kind K>
-static inline void encode_quadratic(const float* x, const float* p, int64_t count, float absmax, uint8_t* codes) {
+static inline void encode_quadratic(const float* x, vi seed, int64_t count, float absmax, uint8_t* codes) {
   if (!(absmax < INFINITY)) {  // NaN: stored as zeros under a scale of NaN
     memset(codes, 0, count);
     return;
@@ -65,25 +66,24 @@ static inline void encode_quadratic(const float* x, const float* p, int64_t coun
   vi c[4];
   int64_t k = 0;
   for (; k + GROUP <= count; k += GROUP) {
-    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(x + k + q * W), load(p + k + q * W), inverse);
+    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(x + k + q * W), seed, inverse);
     put_quadratic<K>(codes + k, c);
   }
   if (k < count) {
-    float last[GROUP] = {}, last_p[GROUP] = {};
+    float last[GROUP] = {};
     uint8_t last_codes[GROUP];
     memcpy(last, x + k, 4 * (count - k));
-    memcpy(last_p, p + k, 4 * (count - k));
-    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(last + q * W), load(last_p + q * W), inverse);
+    for (int q = 0; q < 4; q++) c[q] = quadratic_code<K>(load(last + q * W), seed, inverse);
     put_quadratic<K>(last_codes, c);
     memcpy(codes + k, last_codes, count - k);
   }
 }
 
-static inline void encode_quadratic(Kind kind, const float* x, const float* p, int64_t count, float absmax, uint8_t* codes) {
+static inline void encode_quadratic(Kind kind, const float* x, vi seed, int64_t count, float absmax, uint8_t* codes) {
   switch (kind) {
-    case Kind::root: return encode_quadratic<Kind::root>(x, p, count, absmax, codes);
-    case Kind::unit: return encode_quadratic<Kind::unit>(x, p, count, absmax, codes);
-    case Kind::plain: return encode_quadratic<Kind::plain>(x, p, count, absmax, codes);
+    case Kind::root: return encode_quadratic<Kind::root>(x, seed, count, absmax, codes);
+    case Kind::unit: return encode_quadratic<Kind::unit>(x, seed, count, absmax, codes);
+    case Kind::plain: return encode_quadratic<Kind::plain>(x, seed, count, absmax, codes);
   }
 }
 

@@ -12,8 +12,9 @@ Decoding takes one or two multiplications, encoding one root or none. docs/log.m
 
 The dither d, between 0 and 1, makes the rounding right on average. With β2 = 0.999 a step changes s by less than
 half a code, and rounding to nearest would lose all of it: v would stand still, and an m without gradients would stop
-decaying at the last code and push its parameter for ever. The noise is the last bits of the number and of the parameter
-after the step, so there is nothing to seed, and what was decoded is still stored as the same codes.
+decaying at the last code and push its parameter for ever. The noise is made of the digits of the number
+and of a number that the step brings along, the same for every replica; what was decoded is still stored as the same
+codes.
 
 Rules without a second moment (SGD, Lion) keep m plain. A positive s is never stored as zero; u is 0 where s is. A block
 with a NaN or an Inf gets the scale NaN, as in blockwise.py. Codes below zero are stored as a signed byte. The kernels
@@ -42,14 +43,14 @@ def kinds(signed: Sequence[bool]) -> list[Kind]:
 
 
 def encode_moments(
-    moments: Sequence[Tensor], signed: Sequence[bool], block: int, param: Tensor | None = None
+    moments: Sequence[Tensor], signed: Sequence[bool], block: int, seed: int | Tensor = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Codes and absmax of each float32 moment of one tensor. `param`, in float32, is there to dither with."""
+    """Codes and absmax of each float32 moment of one tensor. `seed` is another at every step."""
     if not signed[-1]:
         s = exact_root(moments[-1])
         s = torch.where(s == torch.inf, LARGEST_ROOT, s)  # g² overflowed, but the gradient was finite
         moments = [*(torch.where(s > 0, m / s, 0.0) for m in moments[:-1]), s]
-    return [quantize_quadratic(x, kind, block, param) for x, kind in zip(moments, kinds(signed), strict=True)]
+    return [quantize_quadratic(x, kind, block, seed) for x, kind in zip(moments, kinds(signed), strict=True)]
 
 
 def decode_moments(
@@ -63,12 +64,11 @@ def decode_moments(
     return [u * kept[-1] for u in kept[:-1]] + [kept[-1] * kept[-1]]
 
 
-def quantize_quadratic(x: Tensor, kind: Kind, block: int, param: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_quadratic(x: Tensor, kind: Kind, block: int, seed: int | Tensor = 0) -> tuple[Tensor, Tensor]:
     """Codes (uint8, shaped like `x`) and one absmax per block."""
     block = min(block, max(1, x.numel()))
     blocks, noise = (
-        pad(y.flatten(), (0, -x.numel() % block)).view(-(-x.numel() // block), block)
-        for y in (x, dither(x) if param is None else dither(x, param))
+        pad(y.flatten(), (0, -x.numel() % block)).view(-(-x.numel() // block), block) for y in (x, dither(x, seed))
     )
     absmax, levels = blocks.abs().amax(dim=1), LEVELS[kind]
     finite = absmax.isfinite()
@@ -87,12 +87,10 @@ def quantize_quadratic(x: Tensor, kind: Kind, block: int, param: Tensor | None =
     return codes.flatten()[: x.numel()].view(x.shape), torch.where(finite, absmax, torch.nan)
 
 
-def dither(*numbers: Tensor) -> Tensor:
-    """As good as random, in parts of a code: the last bits of the numbers themselves."""
-    bits = numbers[0].view(torch.int32)
-    for other in numbers[1:]:
-        bits = bits ^ other.view(torch.int32)
-    return bits & (PARTS - 1)
+def dither(x: Tensor, seed: int | Tensor) -> Tensor:
+    """As good as random, in parts of a code: the digits of the number and the seed, mixed by a multiplication."""
+    bits = (x.view(torch.int32) & 0x7FFFFF) ^ seed
+    return ((bits.long() * 0x9E3779B1 & 0xFFFF_FFFF) >> 20).int()
 
 
 def dequantize_quadratic(codes: Tensor, absmax: Tensor, kind: Kind, block: int) -> Tensor:

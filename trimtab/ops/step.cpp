@@ -274,7 +274,7 @@ static void run(const Step& step) {
       for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
       for (int i = 0; i < states; i++) {
         uint8_t* codes = (uint8_t*)x.state[i] + start;
-        if (B::quadratic) encode_quadratic(B::kind(i), b.moment[i], b.param, count, absmax[i], codes);
+        if (B::quadratic) encode_quadratic(B::kind(i), b.moment[i], bits(splat(b.scalars.noise)), count, absmax[i], codes);
         else if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
         else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
         x.absmax[i][block] = stored(absmax[i]);

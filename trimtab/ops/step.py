@@ -53,8 +53,9 @@ SCALARS = (
     "eps",
     "mix_m",  # how much of m, and of g (or the slow average), the update is made of
     "mix_g",
+    "noise",  # between 0 and 1, another at every step: the quadratic code dithers with it
 )
-GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G = range(
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G, NOISE = range(
     len(SCALARS)
 )
 
@@ -79,7 +80,7 @@ def fused_step(
     """Update every parameter and its state in place, in one call.
 
     `states` and `absmax` hold one list per state of the rule (see `RULES`), each with one tensor per parameter:
-    uint8 codes with one absmax per block, or, when `absmax` is None, float32 moments. `scalars` is [tensors, 14].
+    uint8 codes with one absmax per block, or, when `absmax` is None, float32 moments. `scalars` is [tensors, 15].
     Codes are those of a codebook, or quadratic ones (quadratic.py).
     """
     arguments = _prepare(rule, params, grads, states, scalars, absmax, block, code, signed, unsigned)
@@ -212,11 +213,10 @@ def step_reference(
             continue
         mine, scales = states[i :: len(params)], absmax[i :: len(params)]
         p, update, moments = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, code, block)
-        fresh = row[DECAY] * p - row[LR] * update
-        params[i].copy_(fresh)
+        params[i].copy_(row[DECAY] * p - row[LR] * update)
         if absmax and code == "quadratic":
             for target, scale, stored in zip(
-                mine, scales, encode_moments(moments, RULES[rule].signed, block, fresh), strict=True
+                mine, scales, encode_moments(moments, RULES[rule].signed, block, seed_of(row)), strict=True
             ):
                 target.copy_(stored[0])
                 scale.copy_(stored[1])
@@ -315,6 +315,11 @@ def _rows(scalars: Tensor) -> list[Row | None]:
     """One list of floats per tensor, or None where it is to be skipped."""
     keep = scalars.isfinite().all(dim=1).tolist()
     return [row if k else None for row, k in zip(scalars.tolist(), keep, strict=True)]
+
+
+def seed_of(row: Row) -> int:
+    """The bits of the step's noise."""
+    return int(torch.tensor(row[NOISE], dtype=torch.float32).view(torch.int32))
 
 
 def _broken(scale: Tensor, moment: Tensor, block: int) -> Tensor:

@@ -39,7 +39,8 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
     unknown = columns.keys() - _DEFAULTS.keys()
     if unknown:
         raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
-    full = _DEFAULTS | columns
+    golden = 0.6180339887498949  # its multiples fill the unit interval evenly
+    full = _DEFAULTS | {"noise": steps.double() * golden % 1} | columns
     values = [
         torch.as_tensor(full[name], dtype=torch.float64, device=steps.device).expand(steps.shape) for name in SCALARS
     ]

@@ -45,7 +45,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 # The columns of the table. Up to three states: m, the slow m, v.
 PARAM, GRAD, STATE, SCALE, COUNT, FIRST, PROGRAMS, ROW, COLUMNS = map(tl.constexpr, (0, 1, 2, 5, 8, 9, 10, 11, 12))
 # The columns of `scalars`.
-GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G = map(
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G, NOISE = map(
     tl.constexpr, range(len(SCALARS))
 )
 WIDTH = tl.constexpr(len(SCALARS))
@@ -298,7 +298,7 @@ def _decode_quadratic(codes, scale, K: tl.constexpr, KEEPS: tl.constexpr):
 
 
 @triton.jit
-def _encode_quadratic(x, p, bits, K: tl.constexpr, KEEPS: tl.constexpr):
+def _encode_quadratic(x, seed, bits, K: tl.constexpr, KEEPS: tl.constexpr):
     """Codes of what `_as_kept` returns, worked out in 4096th parts. Adding 1.5 * 2^23 rounds half to even."""
     absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
     unit: tl.constexpr = (K < 2) and (KEEPS >> 2 == 1)
@@ -309,8 +309,8 @@ def _encode_quadratic(x, p, bits, K: tl.constexpr, KEEPS: tl.constexpr):
         r = tl.sqrt_rn(tl.abs(x) * inverse) * (1044480.0 if K == 2 else 520192.0)
         r = tl.where(x < 0, -r, r)
     r = tl.where(bits < INFINITY_BITS, r, 0.0)
-    noise = (x.to(tl.int32, bitcast=True) ^ p.to(tl.int32, bitcast=True)) & 4095
-    codes = ((r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + noise) >> 12
+    noise = ((x.to(tl.int32, bitcast=True) & 0x7FFFFF) ^ seed).to(tl.int64) * 0x9E3779B1 & 0xFFFFFFFF
+    codes = ((r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + (noise >> 20).to(tl.int32)) >> 12
     if K == 2:  # a positive second moment is never stored as zero
         codes = tl.where((x > 0) & (codes == 0), 1, codes)
     return tl.where(bits < INFINITY_BITS, codes, 0)
@@ -385,11 +385,12 @@ def _write(
     line_ptr, row_ptr, books_ptr, _, _, _ = at
     offsets, mask = _cells(at, start, TILE)
     p = tl.load(row_ptr + DECAY) * p - tl.load(row_ptr + LR) * update
+    seed = tl.load(row_ptr + NOISE).to(tl.int32, bitcast=True)
     tl.store(_pointer(line_ptr, PARAM, P_TYPE, ALIGNED) + offsets, narrow(p, P_TYPE), mask=mask)
     for K in tl.static_range(3):
         if (KEEPS >> K) & 1:
             if QUANTIZED == 2:
-                codes = _encode_quadratic(moments[K], p, bits[K], K, KEEPS)
+                codes = _encode_quadratic(moments[K], seed, bits[K], K, KEEPS)
                 tl.store(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, codes.to(tl.uint8), mask=mask)
             elif QUANTIZED == 1:
                 codes = nearest(to_unit(moments[K], bits[K]), books_ptr + (K // 2 * 2 + 1) * BOOK)

@@ -56,7 +56,7 @@ class Adafactor(Optimizer):
             state["exp_avg_sq_col"] = torch.zeros(p.shape[:-2] + p.shape[-1:], dtype=torch.float32, device=p.device)
 
     def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
-        return 4 * p.numel() if p.dim() < 2 else 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2])
+        return 4 * p.numel() if p.dim() < 2 else 4 * (p.shape[:-1].numel() + (p.shape[:-2] + p.shape[-1:]).numel())
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         """No kernel, so no rows: only which tensors to skip."""

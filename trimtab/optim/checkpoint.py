@@ -60,7 +60,7 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
-        | ({"debiased": optimizer.debiased} if format == "packed" else {})  # portable moments never are
+        | ({"debiased": optimizer.debiased, "moments": list(optimizer.moments)} if format == "packed" else {})
         for group in optimizer.param_groups
     ]
     state = {}
@@ -137,7 +137,13 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
                 "packed moments of StableAdamW are bias-corrected and those of others are not; save it with "
                 f"state_dict(format='portable') to load it into {type(optimizer).__name__}"
             )
-        kept = {key: value for key, value in saved.items() if key not in ("params", "debiased", *_OWN, *_TORCH)}
+        if list(saved.get("moments", optimizer.moments)) != list(optimizer.moments):
+            raise ValueError(
+                f"the packed state holds {', '.join(saved['moments'])}, {type(optimizer).__name__} keeps "
+                f"{', '.join(optimizer.moments)}, and codes mean something else there; save it as portable"
+            )
+        ours = ("params", "debiased", "moments", *_OWN, *_TORCH)
+        kept = {key: value for key, value in saved.items() if key not in ours}
         groups.append({**group, **deepcopy(kept)})
         optimizer.check_group(groups[-1])
         for p, place in zip(group["params"], saved["params"], strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-EMBEDDINGS = ("*embed*", "*wte*", "*wpe*")  # how models call their embeddings
+EMBEDDINGS = ("*embed*", "*Embed*", "emb.*", "*.emb.*", "*wte*", "*wpe*")  # how models call their embeddings
 
 Keep = str | nn.Module | Tensor | Callable[[str, Tensor], bool]
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops import step_rules
+from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.step import DECAY, RULES, gradient_norms_unchecked, norms_unchecked, step_unchecked
 from trimtab.optim import checkpoint
@@ -26,7 +27,7 @@ from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_lr, check_options, check_param
-from trimtab.optim.sharding import add_up_shards, flat, is_sharded, local, shard_like
+from trimtab.optim.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
 from trimtab.optim.state import Storage, choose_storage, new_moment
 
 RING = 100  # gradient norms that percentile clipping remembers
@@ -184,11 +185,12 @@ class Optimizer(torch.optim.Optimizer):
                 if not state:
                     self._create(p, group, state)
                 storage = self._storage[p]
-                if storage.block != group["block"] or storage.codebook != group["codebook"]:
+                changed = storage.block != group["block"] or storage.codebook != group["codebook"]
+                if changed or (storage.why == "bits=32") != (group["bits"] == 32):
                     raise ValueError(
-                        f"the state was made with block={storage.block}, codebook={storage.codebook!r}, but the group "
-                        f"now says block={group['block']}, codebook={group['codebook']!r}; load a portable state "
-                        "dict into a new optimizer to change them"
+                        f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
+                        f"but the group now says bits={group['bits']}, block={group['block']}, "
+                        f"codebook={group['codebook']!r}; load a portable state dict into a new optimizer for that"
                     )
                 mine = local(p)
                 grad = _read_grad(p, p.grad, mine)
@@ -210,16 +212,31 @@ class Optimizer(torch.optim.Optimizer):
         """The kernel writes where it is told to: a parameter that has changed under its state must not reach it."""
         if mine.dtype not in FLOATS:
             raise ValueError(f"a parameter has become {mine.dtype}; it must stay float32, bfloat16 or float16")
-        name = self.moments[0]
-        kept = state.get(name if storage.bits == 32 else f"{name}_codes")
-        if kept is not None and (kept.numel() != mine.numel() or kept.device != mine.device):
-            raise ValueError(
-                f"a parameter now has {mine.numel()} values on {mine.device}, but its {name} has {kept.numel()} on "
-                f"{kept.device}; build a new optimizer after replacing or moving parameters"
-            )
+        contiguous, numel = mine.is_contiguous(), mine.numel()
+        if not contiguous and not is_dense(mine):
+            raise ValueError(f"a parameter now has strides {mine.stride()}, which leave gaps or overlap")
+        suffix, dtype = ("", torch.float32) if storage.bits == 32 else ("_codes", torch.uint8)
+        for name in self.moments:
+            kept = state.get(name + suffix)
+            if kept is None:
+                continue
+            if kept.numel() != numel or kept.device != mine.device:
+                raise ValueError(
+                    f"a parameter now has {numel} values on {mine.device}, but its {name} has {kept.numel()} on "
+                    f"{kept.device}; build a new optimizer after replacing or moving parameters"
+                )
+            if kept.is_contiguous() != contiguous or (not contiguous and kept.stride() != mine.stride()):
+                raise ValueError(
+                    f"a parameter now has strides {mine.stride()}, but its {name} has {kept.stride()}; change the "
+                    "memory format before the first step, or load a portable state dict into a new optimizer"
+                )
+            if kept.dtype is not dtype:
+                raise ValueError(f"{name} must be {dtype}, got {kept.dtype}; something has cast the state")
+            if suffix and state[f"{name}_absmax"].numel() != count_blocks(numel, storage.block):
+                raise ValueError(f"{name} has {state[f'{name}_absmax'].numel()} scales for {numel} values")
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        self._storage[p] = storage = self.storage_of(p, group)
+        self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
         mine = local(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
         for name, signed in zip(self.states_of(group), RULES[self.rule].signed, strict=False):
@@ -262,6 +279,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         rows, group = self.rows(batch, sums), batch.group
+        if rows.device.type == "cpu" and not _skips(group) and not rows.isfinite().all():
+            given = {name: group[name] for name in self.defaults if isinstance(group[name], float | tuple)}
+            raise ValueError(
+                f"the hyper-parameters make numbers that are not finite, or too large for float32: {given}"
+            )
         if group["independent_decay"] and group["weight_decay"] != 0:
             rows[:, DECAY] = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
         return rows

@@ -77,7 +77,7 @@ _POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "loss_scale", "t_alph
 def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options without PyTorch's switches, which have no meaning here."""
     for name, (value, instead) in REFUSED.items():
-        if given.get(name) is value:
+        if given.get(name) is not None and bool(given[name]) is value:
             raise ValueError(f"{optimizer} does not do {name}={value}: {instead}")
     unknown = given.keys() - DEFAULTS.keys() - REFUSED.keys()
     if unknown:

@@ -107,10 +107,12 @@ def decode_flat(
     ]
 
 
-def encode_flat(moments: Sequence[Tensor], signed: Sequence[bool], storage: Storage) -> list[tuple[Tensor, Tensor]]:
-    """The way back. A positive second moment is never stored as zero."""
+def encode_flat(
+    moments: Sequence[Tensor], signed: Sequence[bool], storage: Storage, seed: int | Tensor = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """The way back. A positive second moment is never stored as zero. In a step the quadratic code wants a seed."""
     if storage.codebook == "quadratic":
-        return encode_moments(moments, signed, storage.block)
+        return encode_moments(moments, signed, storage.block, seed)
     signed_book, unsigned_book = storage.books(moments[0].device)
     stored = []
     for x, is_signed in zip(moments, signed, strict=True):
