@@ -99,6 +99,9 @@ class Optimizer(torch.optim.Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse hyper-parameters that make no sense."""
         check_group(group)
+        wanted = 3 if self.rule == "ademamix" else 2
+        if "betas" in group and len(group["betas"]) != wanted:
+            raise ValueError(f"{type(self).__name__} takes {wanted} betas, got {group['betas']}")
 
     def decay_of(self, group: dict[str, Any]) -> float:
         """The weight decay that `rows` deals with; an independent one is none of its business."""
@@ -184,7 +187,12 @@ class Optimizer(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     self._create(p, group, state)
-                storage = self._storage[p]
+                storage = self._storage.get(p)
+                if storage is None:
+                    raise ValueError(
+                        "a parameter has state that this optimizer did not make; load it with load_state_dict, which "
+                        "knows how it is kept"
+                    )
                 changed = storage.block != group["block"] or storage.codebook != group["codebook"]
                 if changed or (storage.why == "bits=32") != (group["bits"] == 32):
                     raise ValueError(
@@ -194,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
                     )
                 mine = local(p)
                 grad = _read_grad(p, p.grad, mine)
-                self._check_state(mine, state, storage)
+                self._check_state(mine, state, storage, group)
                 key = (number, storage.bits, mine.device)  # block and codebook are the group's
                 batch = batches.get(key)
                 if batch is None:
@@ -208,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
             batch.steps = torch.stack([state["step"] for state in batch.kept]) + 1
         return list(batches.values())
 
-    def _check_state(self, mine: Tensor, state: dict[str, Any], storage: Storage) -> None:
+    def _check_state(self, mine: Tensor, state: dict[str, Any], storage: Storage, group: dict[str, Any]) -> None:
         """The kernel writes where it is told to: a parameter that has changed under its state must not reach it."""
         if mine.dtype not in FLOATS:
             raise ValueError(f"a parameter has become {mine.dtype}; it must stay float32, bfloat16 or float16")
@@ -219,6 +227,8 @@ class Optimizer(torch.optim.Optimizer):
         for name in self.moments:
             kept = state.get(name + suffix)
             if kept is None:
+                if name in self.states_of(group):
+                    raise ValueError(f"the state has no {name}; a moment cannot be switched on in mid-run")
                 continue
             if kept.numel() != numel or kept.device != mine.device:
                 raise ValueError(
@@ -285,6 +295,8 @@ class Optimizer(torch.optim.Optimizer):
                 f"the hyper-parameters make numbers that are not finite, or too large for float32: {given}"
             )
         if group["independent_decay"] and group["weight_decay"] != 0:
+            if group["lr_max"] is None:
+                raise ValueError("independent_decay was switched on without lr_max; set the group's lr_max too")
             rows[:, DECAY] = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
         return rows
 
