@@ -212,3 +212,13 @@ def test_loading_copies_and_does_not_share_memory():
     expected = snapshot(second)
     train(first, [5])
     assert_same_snapshots(snapshot(second), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_a_state_dict_shows_one_moment_as_torch_does(bits):
+    optimizer = trained("AdamW", bits, percentile_clipping=50, skip_nonfinite=True)
+    shown = optimizer.state_dict()["state"]
+    train(optimizer, range(3, 5))
+    for now, seen in zip(optimizer.state_dict()["state"].values(), shown.values(), strict=True):
+        assert all(torch.equal(now[key], seen[key]) for key in now)  # every part moves, or none
+        assert seen["step"] == 5

@@ -89,6 +89,8 @@ def test_the_order_of_calls_does_not_matter():
     with pytest.warns(UserWarning, match="exempts nothing"):  # not yet
         late = optim.AdamW(named[:1], bits=8, keep32=lambda name, p: name in ("last.weight", "first.weight"))
     late.add_param_group({"params": named[1:]})
+    both = optim.AdamW([{"params": named, "keep32": "last.*"}], bits=8, keep32="first.weight")
+    assert kept(both) == kept(backwards)
     grouped = optim.AdamW([{"params": named[:1], "keep32": ()}, {"params": named[1:], "keep32": "[fl]*"}], bits=8)
     for optimizer in (backwards, late, grouped):
         assert kept(optimizer) == {"last.weight", "first.weight"}

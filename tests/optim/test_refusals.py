@@ -15,14 +15,19 @@ from trimtab import optim
     [
         ({"lr": math.nan}, "lr must be finite"),
         ({"lr": -0.1}, "lr must be at least 0"),
-        ({"lr": torch.ones(2)}, "one element"),
+        ({"lr": 1e39}, "fit in float32"),
+        ({"lr": torch.ones(2)}, "shape"),
+        ({"lr": torch.ones(1, 1)}, "shape"),
         ({"weight_decay": -1.0}, "weight_decay must be between 0"),
+        ({"weight_decay": math.inf}, "weight_decay must be between 0"),
         ({"bits": 4}, "bits must be 8 or 32"),
         ({"block": 0}, "block must be"),
         ({"codebook": "float9"}, "codebook"),
         ({"min_8bit_size": -1}, "min_8bit_size must be"),
         ({"percentile_clipping": 101}, "percentile_clipping must be"),
-        ({"loss_scale": 0.0}, "loss_scale must be above 0"),
+        ({"loss_scale": 0.0}, "loss_scale must be"),
+        ({"loss_scale": math.inf}, "loss_scale must be"),
+        ({"percentile_clipping": 5.5}, "whole number"),
         ({"rounding": "up"}, "rounding must be one of"),
         ({"independent_decay": True, "lr": 0.0}, "lr_max"),
     ],
@@ -108,10 +113,11 @@ def test_state_that_no_longer_fits_its_parameter_never_reaches_the_kernel():
     optimizer.param_groups[0]["bits"] = 32
     with pytest.raises(ValueError, match="made with bits=8"):
         optimizer.step()
-    p, optimizer = stepped()
-    optimizer.param_groups[0]["weight_decay"] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
-        optimizer.step()
+    for name, value in {"weight_decay": math.nan, "rounding": "up", "loss_scale": 0.0}.items():
+        p, optimizer = stepped()
+        optimizer.param_groups[0][name] = value
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            optimizer.step()
     with pytest.raises(ValueError, match="codes mean something else there"):
         optim.Lion([nn.Parameter(p.detach().clone())], bits=8).load_state_dict(stepped()[1].state_dict())
 

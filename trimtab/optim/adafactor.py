@@ -25,7 +25,6 @@ class Adafactor(Optimizer):
 
     rule = "momentum"  # what is kept beside the factors
     moments = ("exp_avg",)
-    extras = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
 
     def __init__(
         self,
@@ -49,14 +48,16 @@ class Adafactor(Optimizer):
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         super()._create(p, group, state)
+        for name, shape in self.extras_of(p).items():
+            state[name] = torch.zeros(shape, dtype=torch.float32, device=p.device)
+
+    def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
         if p.dim() < 2:
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-        else:
-            state["exp_avg_sq_row"] = torch.zeros(p.shape[:-1], dtype=torch.float32, device=p.device)
-            state["exp_avg_sq_col"] = torch.zeros(p.shape[:-2] + p.shape[-1:], dtype=torch.float32, device=p.device)
+            return {"exp_avg_sq": p.shape}
+        return {"exp_avg_sq_row": p.shape[:-1], "exp_avg_sq_col": p.shape[:-2] + p.shape[-1:]}
 
     def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
-        return 4 * p.numel() if p.dim() < 2 else 4 * (p.shape[:-1].numel() + (p.shape[:-2] + p.shape[-1:]).numel())
+        return 4 * sum(shape.numel() for shape in self.extras_of(p).values())
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         """No kernel, so no rows: only which tensors to skip."""

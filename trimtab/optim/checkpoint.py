@@ -32,7 +32,7 @@ Entry = dict[str, Any]
 
 # How the state is kept is this optimizer's own affair; PyTorch's switches mean nothing here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
-_TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad")
+_TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
 _UNFLATTENED = (
     "if this comes from torch.distributed.checkpoint, take flatten_optimizer_state_dict=False: flattened, every state "
     "is looked up by its name in memory, where 8-bit state has other names than in a checkpoint"
@@ -100,7 +100,7 @@ def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], en
     names = optimizer.states_of(dict(group))
     for name, moment in decode(entry, names, RULES[optimizer.rule].signed, storage).items():
         portable[name] = wrap_like(moment * biases[name] if name in biases else moment, p)
-    for name in (*optimizer.extras, *_EXTRAS):
+    for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
             portable[name] = wrap_like(entry[name], p) if name == "compensation" else entry[name]
     return portable
@@ -203,7 +203,7 @@ def _read(
     if names and f"{names[0]}_codes" in entry:
         result |= _read_codes(entry, p, name, names, signed, saved, storage, convert)
     else:
-        missing = [moment for moment in names if moment not in entry]
+        missing = [moment for moment in (*names, *optimizer.extras_of(p)) if moment not in entry]
         if missing:
             raise ValueError(
                 f"the state of {name} has no {missing[0]}, which {type(optimizer).__name__} needs; "
@@ -212,7 +212,17 @@ def _read(
         values = {moment: _fit(entry[moment], p, name, moment).float() for moment in names}
         values = {moment: x / biases[moment] if moment in biases else x for moment, x in values.items()}
         result |= encode(values, signed, storage)
-    for extra in (*optimizer.extras, *_EXTRAS):
+    extras = optimizer.extras_of(p)
+    known = {"step", *extras, *_EXTRAS}.union(
+        *((moment, f"{moment}_codes", f"{moment}_absmax") for moment in optimizer.moments)
+    )
+    unknown = [key for key, value in entry.items() if value is not None and key not in known]
+    if unknown:
+        raise ValueError(
+            f"the state of {name} holds {', '.join(map(str, unknown))}, which {type(optimizer).__name__} does not "
+            "keep: another optimizer saved it"
+        )
+    for extra in (*extras, *_EXTRAS):
         if extra in entry:
             value = entry[extra]
             result[extra] = _fit(value, p, name, extra) if extra == "compensation" else value.clone().to(device)

@@ -26,10 +26,12 @@ from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
-from trimtab.optim.options import DEFAULTS, Options, check_group, check_lr, check_options, check_param
+from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param
 from trimtab.optim.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
 from trimtab.optim.state import Storage, choose_storage, new_moment
 
+Key = tuple[int, int, torch.device]  # of a batch: the group, the bits of its state, the device
+_FLOATS = set(FLOATS)
 RING = 100  # gradient norms that percentile clipping remembers
 
 
@@ -44,6 +46,7 @@ class Batch:
     params: list[Tensor] = field(default_factory=list)  # what this process holds of them, in memory order
     grads: list[Tensor] = field(default_factory=list)
     kept: list[dict[str, Any]] = field(default_factory=list)  # their states
+    counts: Tensor = field(init=False)  # the steps taken so far, of which every state holds its own as a view
     steps: Tensor = field(init=False)  # the number of the step being taken, per tensor
     grad_scale: Tensor | float = 1.0
 
@@ -60,7 +63,6 @@ class Batch:
 class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]  # in trimtab.ops.step.RULES
     moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
-    extras: ClassVar[tuple[str, ...]] = ()  # what else it keeps, always in 32 bits
     debiased: ClassVar[bool] = False  # the stored moments are the bias-corrected ones
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -70,6 +72,7 @@ class Optimizer(torch.optim.Optimizer):
         self._exempt: dict[Tensor, str] = {}
         self._storage: dict[Tensor, Storage] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
+        self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -91,6 +94,10 @@ class Optimizer(torch.optim.Optimizer):
     def initial(self, group: dict[str, Any]) -> float:
         """What the moments start from."""
         return 0.0
+
+    def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
+        """What else it keeps for a parameter, always in 32 bits."""
+        return {}
 
     def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
         """What it keeps for a parameter besides moments."""
@@ -115,14 +122,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
-        rules = as_rules(group.pop("keep32")) if "keep32" in group else self._rules
-        explicit = "keep32" in param_group or not all(isinstance(rule, str) and rule in EMBEDDINGS for rule in rules)
+        own = as_rules(group.pop("keep32")) if "keep32" in group else ()
+        shared = self._rules if "keep32" not in param_group or self._rules is not EMBEDDINGS else ()
+        explicit = (*own, *(shared if shared is not EMBEDDINGS else ()))
         super().add_param_group(group)
         group = self.param_groups[-1]
         try:
             self.check_group(group)
+            if group["lr"] < 0:  # later a schedule may end a rounding error below 0
+                raise ValueError(f"lr must be at least 0, got {group['lr']}")
             names = group.get("param_names", [None] * len(group["params"]))
-            if explicit and names and names[0] is None and any(isinstance(rule, str) for rule in rules):
+            if names and names[0] is None and any(isinstance(rule, str) for rule in explicit):
                 raise ValueError(
                     "keep32 has name patterns but the parameters have no names; pass model.named_parameters()"
                 )
@@ -132,10 +142,11 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for name, p in zip(names, group["params"], strict=True):
-            found = [i for i, rule in enumerate(rules) if matches(rule, name, p)]
-            if found:
-                self._exempt[p] = reason(rules[found[0]])
-            if rules is self._rules and self._used_rules is not None:
+            found = [i for i, rule in enumerate(shared) if matches(rule, name, p)]
+            why = [rule for rule in own if matches(rule, name, p)] + [shared[i] for i in found]
+            if why:
+                self._exempt[p] = reason(why[0])
+            if self._used_rules is not None:
                 self._used_rules.update(found)
 
     @property
@@ -176,10 +187,11 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> list[Batch]:
-        batches: dict[tuple[int, int, torch.device], Batch] = {}
+        batches: dict[Key, Batch] = {}
         where = -1
         for number, group in enumerate(self.param_groups):
-            check_lr(group["lr"])
+            self.check_group(group)  # again, for it may have been changed
+            bits, block, codebook = group["bits"], group["block"], group["codebook"]
             for p in group["params"]:
                 where += 1
                 if p.grad is None:
@@ -193,43 +205,66 @@ class Optimizer(torch.optim.Optimizer):
                         "a parameter has state that this optimizer did not make; load it with load_state_dict, which "
                         "knows how it is kept"
                     )
-                changed = storage.block != group["block"] or storage.codebook != group["codebook"]
-                if changed or (storage.why == "bits=32") != (group["bits"] == 32):
+                changed = storage.block != block or storage.codebook != codebook
+                if changed or (storage.why == "bits=32") != (bits == 32):
                     raise ValueError(
                         f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
-                        f"but the group now says bits={group['bits']}, block={group['block']}, "
-                        f"codebook={group['codebook']!r}; load a portable state dict into a new optimizer for that"
+                        f"but the group now says bits={bits}, block={block}, codebook={codebook!r}; load a portable "
+                        "state dict into a new optimizer for that"
                     )
                 mine = local(p)
-                grad = _read_grad(p, p.grad, mine)
-                self._check_state(mine, state, storage, group)
                 key = (number, storage.bits, mine.device)  # block and codebook are the group's
                 batch = batches.get(key)
                 if batch is None:
                     batch = batches[key] = Batch(group, storage)
                 batch.owners.append(p)
                 batch.where.append(where)
-                batch.params.append(flat(mine))
-                batch.grads.append(grad)
+                batch.params.append(mine)
+                batch.grads.append(_read_grad(p, p.grad, mine))
                 batch.kept.append(state)
-        for batch in batches.values():
-            batch.steps = torch.stack([state["step"] for state in batch.kept]) + 1
+        for key, batch in batches.items():
+            self._check_states(batch)
+            self._read_steps(key, batch)
         return list(batches.values())
 
+    def _check_states(self, batch: Batch) -> None:
+        """The kernel writes where it is told to: a parameter that has changed under its state must not reach it.
+
+        Lists of what must agree are quick to compare; only where they differ are the tensors looked at one by one.
+        """
+        params, states, block, bits = batch.params, batch.kept, batch.storage.block, batch.storage.bits
+        numels, devices = [p.numel() for p in params], [p.device for p in params]
+        usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= _FLOATS
+        for name in self.states_of(batch.group):
+            found = [state.get(name if bits == 32 else f"{name}_codes") for state in states]
+            kept = [x for x in found if x is not None]
+            usual = (
+                usual
+                and len(kept) == len(found)
+                and [x.numel() for x in kept] == numels
+                and [x.device for x in kept] == devices
+                and all(x.is_contiguous() for x in kept)
+                and {x.dtype for x in kept} == {torch.float32 if bits == 32 else torch.uint8}
+            )
+            if usual and bits == 8:
+                scales = [state[f"{name}_absmax"] for state in states]
+                usual = [x.numel() for x in scales] == [count_blocks(numel, block) for numel in numels]
+        if not usual:
+            for mine, state in zip(params, states, strict=True):
+                self._check_state(mine, state, batch.storage, batch.group)
+            batch.params = [flat(p) for p in params]
+
     def _check_state(self, mine: Tensor, state: dict[str, Any], storage: Storage, group: dict[str, Any]) -> None:
-        """The kernel writes where it is told to: a parameter that has changed under its state must not reach it."""
         if mine.dtype not in FLOATS:
             raise ValueError(f"a parameter has become {mine.dtype}; it must stay float32, bfloat16 or float16")
-        contiguous, numel = mine.is_contiguous(), mine.numel()
-        if not contiguous and not is_dense(mine):
+        if not is_dense(mine):
             raise ValueError(f"a parameter now has strides {mine.stride()}, which leave gaps or overlap")
+        numel, contiguous = mine.numel(), mine.is_contiguous()
         suffix, dtype = ("", torch.float32) if storage.bits == 32 else ("_codes", torch.uint8)
-        for name in self.moments:
+        for name in self.states_of(group):
             kept = state.get(name + suffix)
             if kept is None:
-                if name in self.states_of(group):
-                    raise ValueError(f"the state has no {name}; a moment cannot be switched on in mid-run")
-                continue
+                raise ValueError(f"the state has no {name}; a moment cannot be switched on in mid-run")
             if kept.numel() != numel or kept.device != mine.device:
                 raise ValueError(
                     f"a parameter now has {numel} values on {mine.device}, but its {name} has {kept.numel()} on "
@@ -244,6 +279,18 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be {dtype}, got {kept.dtype}; something has cast the state")
             if suffix and state[f"{name}_absmax"].numel() != count_blocks(numel, storage.block):
                 raise ValueError(f"{name} has {state[f'{name}_absmax'].numel()} scales for {numel} values")
+
+    def _read_steps(self, key: Key, batch: Batch) -> None:
+        """The step numbers of a batch are views of one tensor, so that counting is one operation."""
+        now = [state["step"] for state in batch.kept]
+        views, counts = self._counts.get(key, ((), None))
+        if counts is None or len(now) != len(views) or any(a is not b for a, b in zip(now, views, strict=True)):
+            counts = torch.stack(now)
+            views = list(counts.unbind())
+            self._counts[key] = views, counts
+            for state, view in zip(batch.kept, views, strict=True):
+                state["step"] = view
+        batch.counts, batch.steps = counts, counts + 1
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
@@ -274,8 +321,10 @@ class Optimizer(torch.optim.Optimizer):
         old = torch.stack(filled)
         ring = torch.where(finite[:, None], old.scatter(1, slots, now[:, None]), old)
         ring = torch.where(old.isfinite() | ~finite[:, None], ring, now[:, None])  # the first norms were not finite
-        for state, row in zip(batch.kept, ring.unbind(), strict=True):
-            state["grad_norms"] = row.clone()
+        for state in batch.kept:
+            if "grad_norms" not in state:
+                state["grad_norms"] = torch.empty_like(ring[0])
+        torch._foreach_copy_([state["grad_norms"] for state in batch.kept], list(ring.unbind()))
         limit = ring.sort(dim=1).values[:, batch.group["percentile_clipping"]]
         return torch.where(finite & (squares > limit), (limit.double() / squares).sqrt(), 1.0)
 
@@ -341,11 +390,12 @@ class Optimizer(torch.optim.Optimizer):
         steps = batch.steps
         if _skips(batch.group):
             skipped = rows.isfinite().all(dim=1).logical_not()
-            steps = torch.where(skipped, steps - 1, steps)
-            for state, more in zip(batch.kept, skipped.float().unbind(), strict=True):
-                state["skipped"] = state.get("skipped", 0) + more
-        for state, step in zip(batch.kept, steps.unbind(), strict=True):
-            state["step"] = step
+            steps = torch.where(skipped, batch.counts, steps)
+            for state in batch.kept:
+                if "skipped" not in state:
+                    state["skipped"] = torch.zeros_like(state["step"])
+            torch._foreach_add_([state["skipped"] for state in batch.kept], list(skipped.float().unbind()))
+        batch.counts.copy_(steps)
 
     # --- What can be read
 
@@ -387,6 +437,7 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._used_rules = None
+        self._counts = {}
         for group in self.param_groups:
             for key, value in (DEFAULTS | self.defaults).items():
                 group.setdefault(key, value)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, get_args
 
+import torch
 from torch import Tensor
 
 from trimtab.ops import backends
@@ -63,15 +64,17 @@ REFUSED = {
     "differentiable": (True, "steps are not differentiable; use torch.optim for that"),
     "amsgrad": (True, "a running maximum of the second moment is not kept; use torch.optim for that"),
 }
+LARGEST = torch.finfo(torch.float32).max
 _LIMITS = (
-    ("weight_decay", 0, math.inf),
-    ("eps", 0, math.inf),
-    ("momentum", 0, math.inf),
-    ("alpha", 0, math.inf),
+    ("weight_decay", 0, LARGEST),
+    ("eps", 0, LARGEST),
+    ("momentum", 0, LARGEST),
+    ("alpha", 0, LARGEST),
     ("min_8bit_size", 0, math.inf),
     ("percentile_clipping", 0, 100),
+    ("loss_scale", 1 / LARGEST, LARGEST),
 )
-_POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "loss_scale", "t_alpha", "t_beta3")
+_POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "t_alpha", "t_beta3")
 
 
 def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -92,8 +95,6 @@ def check_group(group: dict[str, Any]) -> None:
         if group.get(name) is value:
             raise ValueError(f"a parameter group asks for {name}={value}: {instead}")
     check_lr(group["lr"])
-    if group["lr"] < 0:
-        raise ValueError(f"lr must be at least 0, got {group['lr']}")
     if group["bits"] not in (8, 32):
         raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
     check_block(group["block"])
@@ -102,6 +103,8 @@ def check_group(group: dict[str, Any]) -> None:
     for name, low, high in _LIMITS:
         if name in group and not low <= group[name] <= high:
             raise ValueError(f"{name} must be between {low} and {high}, got {group[name]}")
+    if int(group["percentile_clipping"]) != group["percentile_clipping"]:
+        raise ValueError(f"percentile_clipping must be a whole number, got {group['percentile_clipping']}")
     for name in _POSITIVE:
         if group.get(name) is not None and not group[name] > 0:
             raise ValueError(f"{name} must be above 0, got {group[name]}")
@@ -120,14 +123,14 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def check_lr(lr: Any) -> None:
-    """A number or a tensor with one element. A NaN, whose row would make the kernel skip everything, is caught."""
+    """A number or a tensor of one. A NaN, whose row would make the kernel skip everything, is caught."""
     if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr must be a number or a tensor with one element, got shape {tuple(lr.shape)}")
+        if lr.numel() != 1 or lr.dim() > 1:
+            raise ValueError(f"lr must be a number or a tensor of shape () or (1,), got shape {tuple(lr.shape)}")
         if lr.device.type != "cpu":  # looking would wait for the device
             return
-    if not math.isfinite(lr):
-        raise ValueError(f"lr must be finite, got {lr}")
+    if not abs(lr) <= LARGEST:
+        raise ValueError(f"lr must be finite and fit in float32, got {lr}")
 
 
 def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
