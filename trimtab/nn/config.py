@@ -1,0 +1,121 @@
+"""The switches of a Transformer, one field each, checked when the config is built.
+
+A wrong value is refused with its field, the value, and a value that would work:
+
+    ConfigError: width=100 does not split into heads=3; try width=102
+"""
+
+import math
+import types
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from trimtab.nn.linear import LinearKind
+
+QKNorm = Literal["off", "shared", "per-head", "whole"]
+
+
+class ConfigError(ValueError):
+    """A config that cannot be built. The message names the field, the value, and a value that would work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What every Transformer here can switch. GPT and the two towers of CLIP add where positions come from."""
+
+    depth: int
+    width: int
+    heads: int
+    mlp_ratio: int = 4
+    bias: bool = False  # of linear layers and norms
+    norm_eps: float = 1e-6
+    qk_norm: QKNorm = "off"  # normalise queries and keys
+    attention_scale: Literal["sqrt", "linear"] = "sqrt"  # 1 / sqrt(head width), or 1 / head width
+    attention: Literal["softmax", "squared-relu"] = "softmax"
+    zero_queries: bool = False  # attention starts uniform
+    layer_scale: float | None = None  # first value of a learned gain on each residual branch
+    kappa: float | None = None  # queries and keys are given this size instead of their own
+    linear: LinearKind = "float"
+    checkpointing: bool = False  # forget a block's activations and compute them again in the backward pass
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, 0, "depth")
+        check_at_least(self, 1, "width", "heads", "mlp_ratio")
+        check_positive(self, "norm_eps", "kappa")
+        if self.width % self.heads:
+            nearest = max(round(self.width / self.heads), 1) * self.heads
+            raise ConfigError(f"width={self.width} does not split into heads={self.heads}; try width={nearest}")
+        if self.kappa is not None and self.qk_norm != "off":
+            raise ConfigError(
+                f"kappa={self.kappa} sets the size of queries and keys, and so does qk_norm={self.qk_norm!r}; "
+                "try qk_norm='off'"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(BlockConfig):
+    """A stack of blocks: whether a token sees those after it, and whether attention knows where tokens are."""
+
+    rope: bool  # rotary positions inside attention
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rope:
+            check_rope(self)
+
+
+def check_rope(config: BlockConfig) -> None:
+    if config.head_width % 2:
+        raise ConfigError(
+            f"width={config.width} with heads={config.heads} gives heads of {config.head_width}, and rotary positions "
+            f"turn pairs; try width={(config.head_width + 1) * config.heads}"
+        )
+
+
+def check_types(config: Any) -> None:
+    """Every field holds what its annotation says; numbers are finite."""
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                choices = " or ".join(repr(choice) for choice in get_args(hint))
+                raise ConfigError(f"{field.name}={value!r} is not known; try {choices}")
+            continue
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        if not any(_is_a(value, kind) for kind in kinds):
+            wanted = " or ".join(
+                {int: "a whole number", float: "a finite number", bool: "True or False"}.get(k, "None") for k in kinds
+            )
+            raise ConfigError(f"{field.name}={value!r} is not {wanted}; try {field.name}={_example(kinds[0])}")
+
+
+def check_at_least(config: Any, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name}={getattr(config, name)} is too small; try {name}={least}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name}={value} must be above zero; try {name}={abs(value) or 1.0}")
+
+
+def _is_a(value: object, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _example(kind: type) -> str:
+    return {int: "1", float: "1.0", bool: "True"}[kind]

@@ -1,0 +1,87 @@
+"""The pre-norm Transformer that GPT and both towers of CLIP share.
+
+    x = x + gain1 * attention(norm1(x))       x = x + gain2 * mlp(norm2(x))
+
+No dropout. The gains (layer-scale) exist only where the config asks for them; starting at 0, every block starts as
+the identity.
+
+Wortsman et al. 2023b, section 2 (Small-scale proxies); layer-scale from zero: Wortsman et al. 2023a, section 2.
+"""
+
+# B batch, T time, D width
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from trimtab.nn.attention import Attention, Rotation, rotation_for
+from trimtab.nn.config import QKNorm, TransformerConfig
+from trimtab.nn.init import init_linear
+from trimtab.nn.linear import build_linear
+from trimtab.nn.tap import tap
+
+__all__ = ["MLP", "Block", "QKNorm", "Transformer", "TransformerConfig"]
+
+
+class MLP(nn.Module):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        inner = config.mlp_ratio * config.width
+        self.up = build_linear(config.width, inner, bias=config.bias, kind=config.linear)
+        self.down = build_linear(inner, config.width, bias=config.bias, kind=config.linear)
+        init_linear(self.up)
+        init_linear(self.down)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each beside a residual path. Tap: "out", what the block returns."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
+        self.attention = Attention(config)
+        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
+        self.mlp = MLP(config)
+        self.scale1, self.scale2 = _gain(config), _gain(config)
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None = None) -> Tensor:
+        branch = self.attention(self.norm1(x_BTD), rotation)
+        x_BTD = x_BTD + (branch if self.scale1 is None else self.scale1 * branch)
+        branch = self.mlp(self.norm2(x_BTD))
+        x_BTD = x_BTD + (branch if self.scale2 is None else self.scale2 * branch)
+        return tap(x_BTD, "out")
+
+
+class Transformer(nn.Module):
+    """A stack of blocks, [B, T, D] to [B, T, D]. The norm after the last block belongs to the model around it."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+
+    def forward(self, x_BTD: Tensor, *, positions: Tensor | None = None) -> Tensor:
+        """`positions`, [T] or [B, T], are for rotary embeddings; 0, 1, 2 ... unless given."""
+        rotation = self._rotation(x_BTD, positions)
+        for block in self.blocks:
+            if self.config.checkpointing and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, rotation)
+        return x_BTD
+
+    def _rotation(self, x_BTD: Tensor, positions: Tensor | None) -> Rotation | None:
+        if not self.config.rope:
+            return None
+        if positions is None:
+            positions = torch.arange(x_BTD.shape[-2], device=x_BTD.device)
+        return rotation_for(positions, self.config.head_width)
+
+
+def _gain(config: TransformerConfig) -> nn.Parameter | None:
+    return None if config.layer_scale is None else nn.Parameter(torch.full((config.width,), float(config.layer_scale)))
