@@ -1,0 +1,187 @@
+"""Captions to token ids and back, with nothing to download: one token per byte, or one per word.
+
+    "a cat"  ->  start  a  cat  end  padding  padding ...        one row of `context` ids
+
+Every row has its start and its end token, also when the caption is cut to fit. Padding is id 0 and the end token is
+the last id, `vocab - 1`, as in CLIP's own vocabulary: that is where the text tower reads its result.
+
+Bytes need no vocabulary and lose nothing; words make short rows, which is what a small model needs, and read every
+word they have not seen as one unknown token.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.nn.config import ConfigError
+
+PADDING = 0  # in both vocabularies
+UNKNOWN = "<unknown>"  # no word can look like it: `<` is a word of its own
+CONTEXT = 77  # CLIP's
+
+
+class Tokenizer(ABC):
+    """What both share: rows of equal length with a start, an end and padding.
+
+    Attributes:
+        context: ids per row.
+        vocab: number of ids.
+        start, end: the last two ids.
+    """
+
+    kind: str
+
+    def __init__(self, vocab: int, context: int) -> None:
+        if context < 3:
+            raise ConfigError(f"context={context} leaves no room between start and end; try context={CONTEXT}")
+        self.context = context
+        self.vocab = vocab
+        self.start = vocab - 2
+        self.end = vocab - 1
+
+    def encode(self, captions: str | Iterable[str]) -> Tensor:
+        """Return int64 ids [captions, context]. A caption too long loses its tail, never its end token."""
+        captions = [captions] if isinstance(captions, str) else list(captions)
+        rows = torch.full((len(captions), self.context), PADDING)
+        for i, caption in enumerate(captions):
+            if not isinstance(caption, str):
+                raise TypeError(f"caption {i} must be a string, got {type(caption).__name__}")
+            try:
+                ids = [self.start, *self.split(caption, self.context - 2), self.end]
+            except UnicodeEncodeError as error:
+                raise ValueError(f"caption {i} is not valid text: {error}") from None
+            rows[i, : len(ids)] = torch.tensor(ids)
+        return rows
+
+    def decode(self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[str]:
+        """Return one caption per row: what is before the first end token, without start and padding."""
+        rows = torch.as_tensor(tokens)
+        if rows.is_floating_point() or rows.dim() not in (1, 2):
+            raise ValueError(f"tokens must be ids [rows, length], got {rows.dtype} of shape {tuple(rows.shape)}")
+        return [self._decode_row(row) for row in (rows[None] if rows.dim() == 1 else rows).tolist()]
+
+    def _decode_row(self, row: list[int]) -> str:
+        wrong = [i for i in row if not 0 <= i < self.vocab]
+        if wrong:
+            raise ValueError(f"token {wrong[0]} is outside this vocabulary of {self.vocab}; was another one used?")
+        if self.end in row:
+            row = row[: row.index(self.end)]
+        return self.join([i for i in row if i not in (PADDING, self.start)])
+
+    def save(self, path: str | Path) -> None:
+        """Write everything `load_tokenizer` needs, as JSON."""
+        Path(path).write_text(json.dumps(self.describe(), indent=1), encoding="utf-8")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "context": self.context}
+
+    @abstractmethod
+    def split(self, caption: str, room: int) -> list[int]:
+        """The ids of a caption's beginning, at most `room` of them."""
+
+    @abstractmethod
+    def join(self, ids: list[int]) -> str:
+        """The text of ids that are neither padding, start nor end."""
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes: id = byte + 1. Every text has a row, and a row that was not cut gives it back exactly."""
+
+    kind = "bytes"
+
+    def __init__(self, *, context: int = CONTEXT) -> None:
+        super().__init__(1 + 256 + 2, context)
+
+    def split(self, caption: str, room: int) -> list[int]:
+        raw = caption.encode("utf-8")
+        # Bytes 10xxxxxx continue a character; half a character would decode to another text.
+        while room < len(raw) and raw[room] & 0xC0 == 0x80:
+            room -= 1
+        return [byte + 1 for byte in raw[:room]]
+
+    def join(self, ids: list[int]) -> str:
+        return bytes(i - 1 for i in ids).decode("utf-8", errors="replace")
+
+
+class WordTokenizer(Tokenizer):
+    """Lower-case words and single punctuation marks, from a vocabulary made of captions.
+
+    Decoding gives `normalize(caption)`: the words with one space between them, unknown ones as `<unknown>`.
+
+    Args:
+        words: the vocabulary, best first; ids follow its order. `WordTokenizer.from_captions` makes one.
+    """
+
+    kind = "words"
+
+    def __init__(self, words: Sequence[str], *, context: int = CONTEXT) -> None:
+        wrong = [word for word in words if not isinstance(word, str) or find_words(word) != [word]]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]!r} is not one lower-case word, so no caption could ever give it; "
+                "WordTokenizer.from_captions(captions) makes a vocabulary"
+            )
+        twice = [word for word, count in Counter(words).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]!r} is in the vocabulary more than once; list(dict.fromkeys(words)) keeps one")
+        super().__init__(1 + 1 + len(words) + 2, context)
+        self.words = tuple(words)
+        self.unknown = 1
+        self.ids = {word: i for i, word in enumerate(words, start=2)}
+
+    @classmethod
+    def from_captions(
+        cls, captions: Iterable[str], *, context: int = CONTEXT, max_words: int | None = None, min_count: int = 1
+    ) -> "WordTokenizer":
+        """The `max_words` most frequent words seen at least `min_count` times; ties in alphabetical order."""
+        if isinstance(captions, str):
+            raise TypeError("captions must be several strings, got one; put it in a list")
+        if max_words is not None and max_words < 0:
+            raise ConfigError(f"max_words={max_words} is negative; try max_words=None for all words")
+        counts = Counter(word for caption in captions for word in find_words(caption))
+        # Sorted, so that the ids do not depend on the order of the captions.
+        ranked = sorted((word for word in counts if counts[word] >= min_count), key=lambda word: (-counts[word], word))
+        return cls(ranked[:max_words], context=context)
+
+    def split(self, caption: str, room: int) -> list[int]:
+        return [self.ids.get(word, self.unknown) for word in find_words(caption)[:room]]
+
+    def join(self, ids: list[int]) -> str:
+        return " ".join(UNKNOWN if i == self.unknown else self.words[i - 2] for i in ids)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "words": list(self.words)}
+
+
+def find_words(caption: str) -> list[str]:
+    """Runs of letters, digits and underscores; every other visible character is a word of its own."""
+    return re.findall(r"\w+|[^\w\s]", caption.lower())
+
+
+def normalize(caption: str) -> str:
+    """A caption as the word tokenizer sees it."""
+    return " ".join(find_words(caption))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read what `save` wrote."""
+    try:
+        described = json.loads(Path(path).read_text(encoding="utf-8"))
+        kind, context = described["kind"], described["context"]
+        words = described["words"] if kind == WordTokenizer.kind else []
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a tokenizer written by save(): {error!r}") from None
+    if type(context) is not int or not isinstance(words, list):
+        raise ValueError(f"{path} is not a tokenizer written by save(): context={context!r}")
+    if kind == ByteTokenizer.kind:
+        return ByteTokenizer(context=context)
+    if kind == WordTokenizer.kind:
+        return WordTokenizer(words, context=context)
+    raise ValueError(f"{path} holds a tokenizer of kind {kind!r}; this version knows 'bytes' and 'words'")
