@@ -1,0 +1,59 @@
+"""An embedding that survives 8-bit optimizers and high learning rates.
+
+Words are as unevenly frequent as Zipf says: a few rows get huge gradients. Three remedies, each with its switch:
+Xavier uniform weights instead of normal ones, which have extreme values; a LayerNorm before positions are added,
+which also bounds the gradient; and 32-bit optimizer state.
+
+Dettmers et al. 2022, section 2.3 and appendix C.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class StableEmbedding(nn.Embedding):
+    """A drop-in `nn.Embedding` for words. Do not add the norm to a model that was trained without it.
+
+    Args:
+        xavier: uniform weights within sqrt(6 / (words + width)); False keeps PyTorch's standard normal.
+        norm: a LayerNorm with gain and bias, in at least float32, on what is looked up.
+        keep32: `trimtab.optim.groups` gives this embedding 32-bit optimizer state. False leaves it to the size.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        xavier: bool = True,
+        norm: bool = True,
+        keep32: bool = True,
+        norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.xavier, self.keep32 = xavier, keep32
+        super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.norm = nn.LayerNorm(embedding_dim, eps=norm_eps, device=device, dtype=dtype) if norm else None
+
+    def reset_parameters(self) -> None:
+        if self.xavier:
+            nn.init.xavier_uniform_(self.weight)
+            self._fill_padding_idx_with_zero()
+        else:
+            super().reset_parameters()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = super().forward(tokens)
+        if self.norm is None:
+            return rows
+        # 16 bits are too few for a variance
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        gain, bias = self.norm.weight.to(wide), self.norm.bias.to(wide)
+        with torch.autocast(rows.device.type, enabled=False):
+            unit = nn.functional.layer_norm(rows.to(wide), self.norm.normalized_shape, gain, bias, self.norm.eps)
+        return unit.to(rows.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, xavier={self.xavier}, keep32={self.keep32}"

@@ -1,0 +1,165 @@
+"""What a model is scored by.
+
+Cross entropy with z-loss. logZ, the logarithm of the sum over exp(logits), may drift far from zero without changing
+the cross entropy, until low precision cannot hold the logits any more; a small price on its square keeps it home.
+
+    ce = logZ - y[target]      loss = mean(ce + c logZ^2)      dloss/dy = p (1 + 2 c logZ) - 1[target]
+
+The mean is over tokens whose target is not `IGNORE`, for both terms. If there is none, the loss is 0 and so are all
+gradients: a batch of padding changes nothing. What a token without a target computed, even NaN, is never looked at.
+On several processes each takes the mean over its own tokens.
+
+Wortsman et al. 2023b, section 3 (Small-scale proxies).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trimtab.nn.tap import tap
+
+# B batch, T time, N tokens, D width, V vocabulary
+
+IGNORE = -100  # the target of a token that has none; PyTorch's number
+LOGITS_AT_ONCE = 2**24  # how many logits `linear_cross_entropy` holds: enough tokens for a matrix product at full speed
+
+
+class Loss(NamedTuple):
+    """`loss` is for the backward pass and is ce + z; `ce`, the cross entropy, and `z`, the z-loss, are for reading."""
+
+    loss: Tensor
+    ce: Tensor
+    z: Tensor
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Loss:
+    """Score logits [..., V] against targets [...]. Tap: "logz", per token."""
+    check_targets(targets, logits.shape[:-1], logits.shape[-1])
+    logits_NV = logits.flatten(0, -2)
+    y_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    valid, index, count = _read(targets)
+    logz = y_NV.logsumexp(dim=-1)
+    ce = logz - y_NV.gather(1, index[:, None]).squeeze(1)
+    # where, not a product with 0: 0 * NaN is NaN. Backward through it is 0 as well.
+    ce_sum = torch.where(valid, ce, 0).sum()
+    z_sum = torch.where(valid, logz, 0).square().sum()
+    return _report(ce_sum / count + z_loss * (z_sum / count), ce, logz, valid, count, z_loss)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Loss:
+    """Score x [..., D] @ weight [V, D].T against targets [...] without ever holding all the logits.
+
+    The same as `cross_entropy(x @ weight.T, ...)`, a few hundred tokens at a time. Their gradient is at hand while
+    their logits are, so the forward pass computes it and the backward pass only scales it. It can be
+    differentiated once.
+    """
+    if hasattr(weight, "device_mesh"):
+        raise ValueError(
+            "weight is sharded, and its rows are needed together; shard the model that owns it (fully_shard(model)), "
+            "not the head by itself"
+        )
+    check_targets(targets, x.shape[:-1], weight.shape[0])
+    valid, index, count = _read(targets)
+    rows = max(LOGITS_AT_ONCE // weight.shape[0], 1)
+    grad = torch.is_grad_enabled()
+    needs = (grad and x.requires_grad, grad and weight.requires_grad)
+    # Autocast stops at the door of an autograd function, so what it would do is done here.
+    device = x.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    loss, ce, logz = _LinearCrossEntropy.apply(x.flatten(0, -2), weight, index, valid, count, z_loss, rows, low, needs)
+    return _report(loss, ce, logz, valid, count, z_loss)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        index: Tensor,
+        valid: Tensor,
+        count: Tensor,
+        z_loss: float,
+        rows: int,
+        low: torch.dtype | None,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x_ND.device.type, enabled=False):
+            # Tokens without a target enter as zeros, so that a NaN of theirs cannot reach a gradient.
+            x = torch.where(valid[:, None], x_ND, 0).to(low or x_ND.dtype)
+            weight = weight_VD.to(x.dtype)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            ce, logz = torch.empty(2, len(x), dtype=wide, device=x.device).unbind()
+            grad_x = torch.empty_like(x) if needs[0] else None
+            grad_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+            for start in range(0, len(x), rows):
+                part = slice(start, start + rows)
+                y = (x[part] @ weight.t()).to(wide)
+                ce[part], logz[part] = _score_(y, index[part], valid[part], count, z_loss)
+                slope = y.to(x.dtype)  # no copy in float32
+                if grad_x is not None:
+                    grad_x[part] = slope @ weight
+                if grad_weight is not None and slope.dtype == wide:
+                    grad_weight.addmm_(slope.t(), x[part])
+                elif grad_weight is not None:
+                    grad_weight += slope.t() @ x[part]
+            zero = ce.new_zeros(())
+            loss = (torch.where(valid, ce, zero) + z_loss * torch.where(valid, logz, zero).square()).sum() / count
+        grad_x = None if grad_x is None else grad_x.to(x_ND.dtype)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.mark_non_differentiable(ce, logz)
+        return loss, ce, logz
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = (None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors)
+        return grad_x, grad_weight, *[None] * 7
+
+
+def _score_(y_NV: Tensor, index: Tensor, valid: Tensor, count: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return ce and logZ of some rows of logits, which are overwritten by the gradient of the loss."""
+    target = y_NV.gather(1, index[:, None]).squeeze(1)
+    largest = y_NV.amax(dim=-1)
+    total = y_NV.sub_(largest[:, None]).exp_().sum(dim=-1)
+    logz = largest + total.log()
+    share = valid / count
+    y_NV.mul_((share * (1 + 2 * z_loss * logz) / total)[:, None])
+    y_NV.scatter_add_(1, index[:, None], -share.to(y_NV.dtype)[:, None])
+    return logz - target, logz
+
+
+def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:
+    if targets.shape != shape:
+        raise ValueError(f"targets must have one number per token, shape {tuple(shape)}, got {tuple(targets.shape)}")
+    check_indices("targets", targets, classes, ignore=IGNORE)
+
+
+def check_indices(name: str, x: Tensor, limit: int, *, ignore: int | None = None) -> None:
+    """Refuse numbers outside [0, limit). Only on the CPU: elsewhere it would wait for the device, which refuses too."""
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers, got {x.dtype}; call {name}.long()")
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return
+    wrong = (x < 0) | (x >= limit)
+    if ignore is not None:
+        wrong &= x != ignore
+    if wrong.any():
+        also = "" if ignore is None else f", or {ignore} where there is none"
+        raise ValueError(f"{name} holds {int(x[wrong][0])}; try 0 to {limit - 1}{also}")
+
+
+def _read(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens count, a class to look up for each, and how many count (1 if none does)."""
+    flat = targets.flatten()
+    valid = flat != IGNORE
+    return valid, torch.where(valid, flat, 0).long(), valid.sum().clamp(min=1)
+
+
+def _report(loss: Tensor, ce: Tensor, logz: Tensor, valid: Tensor, count: Tensor, z_loss: float) -> Loss:
+    ce, logz = ce.detach(), tap(logz, "logz").detach()
+    z = z_loss * torch.where(valid, logz, 0).square().sum() / count
+    return Loss(loss, torch.where(valid, ce, 0).sum() / count, z)
