@@ -51,6 +51,7 @@ OPS: dict[str, tuple[Backend, ...]] = {
     "quantize_int8": ("reference", "native", "triton"),
     "int8_matmul": ("reference", "native", "triton"),
     "round_float8": ("reference",),
+    "fingerprint": ("reference", "native"),
 }
 
 

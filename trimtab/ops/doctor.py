@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from trimtab.ops import backends, blockwise, float8, int8, step, step_rules
+from trimtab.ops import backends, blockwise, fingerprint, float8, int8, step, step_rules
 from trimtab.ops.codebook import load_codebook
 
 # The instructions the kernels have a use for.
@@ -165,6 +165,11 @@ def _round_float8(device: str) -> bool:
     return float8.round_float8_tensorwise(x, "e4m3").tolist() == [448.0, 224.0, -1.0, 0.0]
 
 
+def _fingerprint(device: str) -> bool:
+    x = torch.randn(1500)  # it reads CPU memory, whatever else is here
+    return fingerprint.fingerprint(x) == fingerprint.fingerprint_reference(x)
+
+
 CHECKS: dict[str, Callable[[str], bool]] = {
     "quantize_blockwise": _quantize,
     "dequantize_blockwise": _dequantize,
@@ -175,4 +180,5 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "quantize_int8": _quantize_int8,
     "int8_matmul": _int8_matmul,
     "round_float8": _round_float8,
+    "fingerprint": _fingerprint,
 }

@@ -228,4 +228,8 @@ NB_MODULE(_native, m) {
   m.def("quantize_int8", &quantize_int8);
   m.def("rescale", &rescale);
   m.def("matmul", &matmul);
+  m.def("fingerprint", [](Address data, int64_t bytes, int threads) {
+    nb::gil_scoped_release release;
+    return fingerprint((const uint8_t*)data, bytes, threads);
+  });
 }

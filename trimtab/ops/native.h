@@ -112,6 +112,9 @@ struct Kernels {
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 
+// fingerprint.cpp; the same at every level, for only integers are multiplied.
+uint64_t fingerprint(const uint8_t* data, int64_t bytes, int threads);
+
 // Run body(context, task, worker) for every task on up to `threads` threads, each taking the next task when it is free.
 void run_tasks(int64_t tasks, int threads, void (*body)(void*, int64_t task, int worker), void* context);
 

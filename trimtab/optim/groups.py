@@ -104,4 +104,4 @@ def groups(
 
 def _is_linear(module: nn.Module) -> bool:
     # Hugging Face's Conv1D is GPT-2's linear layer with its weight transposed.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "SwitchBackConv1D")

@@ -1,0 +1,193 @@
+"""Turn a model's linear layers into quantized ones in place, and back.
+
+    report = convert_linears(model, "switchback", skip="*router*")
+    print(report)                                  # what was converted, what was not, and why
+
+Parameters stay the same objects, so optimizers, names and state dicts go on as they are.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from trimtab.nn.kinds import LinearKind
+from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
+from trimtab.ops.checks import FLOATS
+
+# The paper keeps what reads out of the model as it is; patch and token embeddings are no linear layers anyway.
+HEADS = ("head", "*.head", "*lm_head", "*output_projection", "*classifier", "*score")
+
+Rule = str | nn.Module | Callable[[str, nn.Module], bool]
+
+
+@dataclass
+class Report:
+    """What a conversion did. Print it."""
+
+    kind: str
+    converted: dict[str, str] = field(default_factory=dict)  # name -> what it is now
+    kept: dict[str, str] = field(default_factory=dict)  # name -> why it stayed
+
+    def __str__(self) -> str:
+        rows = [("converted", *row) for row in self.converted.items()] + [("kept", *row) for row in self.kept.items()]
+        width = max([len(name) for _, name, _ in rows], default=0)
+        head = f"{len(self.converted)} linear layers converted to {self.kind}, {len(self.kept)} kept"
+        return "\n".join([head, *(f"  {what:9}  {name:{width}}  {why}" for what, name, why in rows)])
+
+
+def convert_linears(
+    model: nn.Module,
+    kind: LinearKind = "switchback",
+    *,
+    skip: Rule | Sequence[Rule] = (),
+    only: Rule | Sequence[Rule] | None = None,
+    threshold: float = 0.0,
+    when: When = "faster",
+) -> Report:
+    """Replace every nn.Linear and Hugging Face Conv1D by its quantized twin; the rest stays, with a reason.
+
+    Args:
+        skip: name patterns, modules (with all inside) or functions of (name, module).
+        only: convert these and no others. Left out, output heads (`HEADS`) stay as they are.
+        when: "faster" leaves calls that are too small to gain in float, and the report says from how many tokens on
+            they are not; "always" quantizes every call.
+    """
+    if kind == "float":
+        return revert_linears(model)
+    _check_root(model)
+    skipped, chosen = _as_rules(skip), None if only is None else _as_rules(only)
+    places = list(_linears(model))
+    for rule in (*skipped, *(chosen or ())):
+        if not any(_matches(rule, name, module) for _, _, name, module in places):
+            said = repr(rule) if isinstance(rule, str) else f"a {type(rule).__name__}"
+            known = ", ".join(name for _, _, name, _ in places[:8]) or "none at all"
+            raise ValueError(f"skip or only names {said}, which is no linear layer of this model; it has {known}")
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    report, made = Report(kind), dict[int, Any]()
+    for parent, key, name, module in places:
+        why = _why_kept(name, module, skipped, chosen, tied)
+        if why is None and id(module) not in made:
+            made[id(module)] = _quantized(module, kind, threshold, when)
+        if why is None:
+            parent._modules[key] = made[id(module)]
+            report.converted[name] = made[id(module)].extra_repr()
+        else:
+            report.kept[name] = why
+    return report
+
+
+def revert_linears(model: nn.Module) -> Report:
+    """Put plain layers back, with the same parameters."""
+    report, made = Report("float"), dict[int, nn.Module]()
+    for parent, key, name, module in list(_linears(model)):
+        if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
+            new = made.get(id(module))
+            if new is None:
+                new = made[id(module)] = _plain(module)
+            parent._modules[key] = new
+            report.converted[name] = new.extra_repr() if isinstance(new, nn.Linear) else repr(new)
+    return report
+
+
+def freeze_linears(model: nn.Module) -> None:
+    """Quantize all weights now for evaluation (SwitchBackLinear.freeze)."""
+    for module in model.modules():
+        if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
+            module.freeze()
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
+    """Every place a linear layer stands in, also if the same one stands in two: (parent, key, name, layer)."""
+    for prefix, parent in model.named_modules():
+        for key, module in parent._modules.items():
+            if isinstance(module, nn.Linear | SwitchBackConv1D) or _is_conv1d(module):
+                yield parent, key, f"{prefix}.{key}" if prefix else key, module
+
+
+def _why_kept(
+    name: str, module: nn.Module, skipped: tuple[Rule, ...], chosen: tuple[Rule, ...] | None, tied: set[int]
+) -> str | None:
+    if any(_matches(rule, name, module) for rule in skipped):
+        return "skipped"
+    if chosen is not None and not any(_matches(rule, name, module) for rule in chosen):
+        return "not among `only`"
+    if chosen is None and any(fnmatchcase(name, pattern) for pattern in HEADS):
+        return "an output head; name it in `only` to convert it"
+    if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
+        return f"already {module.kind}; revert_linears(model) first"
+    if type(module) is not nn.Linear and not _is_conv1d(module):
+        return f"a {type(module).__name__}, whose forward is its own"
+    if id(module.weight) in tied:
+        return "its weight is an embedding's"
+    weight = cast(Tensor, module.weight)
+    if weight.dtype not in FLOATS:
+        return f"its weight is {weight.dtype}"
+    if _has_hooks(module):
+        return "it has hooks or parametrizations, which a new layer would lose; convert before adding them"
+    return None
+
+
+def _quantized(module: nn.Module, kind: LinearKind, threshold: float, when: When) -> Any:
+    new: SwitchBackLinear | SwitchBackConv1D
+    if isinstance(module, nn.Linear):
+        sizes = module.in_features, module.out_features
+        new = SwitchBackLinear(*sizes, device="meta", kind=kind, threshold=threshold, when=when)
+    else:
+        nx, nf = cast(Tensor, module.weight).shape
+        new = SwitchBackConv1D(nf, nx, kind=kind, threshold=threshold, when=when)
+        new.original = type(module)  # what revert_linears makes
+    return _with_parameters_of(module, new)
+
+
+def _plain(module: SwitchBackLinear | SwitchBackConv1D) -> nn.Module:
+    if isinstance(module, SwitchBackLinear):
+        return _with_parameters_of(module, nn.Linear(module.in_features, module.out_features, device="meta"))
+    if module.original is None:
+        raise ValueError("this SwitchBackConv1D was not converted from a Conv1D, so there is nothing to go back to")
+    return _with_parameters_of(module, module.original(module.nf, module.nx))
+
+
+def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
+    new._parameters["weight"], new._parameters["bias"] = old._parameters["weight"], old._parameters["bias"]
+    return new.train(old.training)
+
+
+def _check_root(model: nn.Module) -> None:
+    if isinstance(model, nn.Linear) or _is_conv1d(model):
+        raise ValueError(
+            "the model is itself a linear layer and cannot be replaced inside itself; build a SwitchBackLinear and "
+            "load its state dict, or put it in an nn.Sequential"
+        )
+
+
+def _is_conv1d(module: object) -> bool:
+    # By name: Hugging Face is not a dependency, and its Conv1D has moved between modules before.
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "weight" not in module._parameters
+
+
+def _as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:
+    several = isinstance(rules, Sequence) and not isinstance(rules, str)
+    found: tuple[Any, ...] = tuple(rules) if several else (rules,)  # type: ignore[arg-type]
+    for rule in found:
+        if not (isinstance(rule, str | nn.Module) or callable(rule)) or isinstance(rule, type):
+            raise TypeError(
+                "skip and only take name patterns, modules or functions of (name, module), "
+                f"got {rule if isinstance(rule, type) else type(rule).__name__}"
+            )
+    return found
+
+
+def _matches(rule: Rule, name: str, module: nn.Module) -> bool:
+    if isinstance(rule, str):
+        return fnmatchcase(name, rule)
+    if isinstance(rule, nn.Module):
+        return any(module is inner for inner in rule.modules())
+    return rule(name, module)

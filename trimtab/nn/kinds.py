@@ -1,0 +1,195 @@
+"""What a quantized linear layer computes: its three matrix products, one class per kind.
+
+    Y = X W^T + bias            X [tokens, in], W [out, in]
+    dX = G W                    G = dL/dY [tokens, out]
+    dW = G^T X                  summed over all tokens: the inner dimension is the longest here
+
+| kind           | X                | W                | G               | dW                       |
+|----------------|------------------|------------------|-----------------|--------------------------|
+| switchback     | int8 by row      | int8 by tensor   | int8 by row     | as it is: switched back  |
+| switchback-m   | "                | "                | "               | of the int8 X, all kept  |
+| switchback-q   | "                | int8 by vector   | "               | as it is                 |
+| llm-int8       | "                | "                | "               | int8 by column           |
+| fp8-tensorwise | e4m3 by tensor   | e4m3 by tensor   | e5m2 by tensor  | of the rounded ones      |
+| fp8-switchback | e4m3 by row      | e4m3 by tensor   | e5m2 by row     | as it is                 |
+
+A scale can leave a product only if it is constant along the inner dimension. In dW the inner dimension is the tokens,
+so its scales are maxima over all tokens, and one loud token drowns the others: that is why it is switched back.
+A row with a NaN or an Inf comes out as NaN. Wortsman et al. 2023, sections 2 and 3.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
+from trimtab.ops.int8 import (
+    MAX_INNER,
+    dequantize,
+    int8_matmul,
+    quantize_columnwise,
+    quantize_rowwise,
+    quantize_tensorwise,
+)
+
+LinearKind = Literal[
+    "float", "switchback", "switchback-m", "switchback-q", "llm-int8", "fp8-tensorwise", "fp8-switchback"
+]
+Tensors = tuple[Tensor, ...]
+
+
+class SwitchBack:
+    """Also the default for the others: each says only what it does differently."""
+
+    by_row: tuple[str, ...] = ("input", "grad")  # the operands with a scale per row; the others have one in all
+
+    def quantize_weight(self, w: Tensor) -> Tensors:
+        """What the products need of the weight; made once per step."""
+        codes, absmax = quantize_tensorwise(w if w.is_contiguous() else w.t())
+        return codes if w.is_contiguous() else codes.t(), absmax
+
+    def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
+        """Y, and what `grad_weight` will need of X. `weight` is what `quantize_weight` made of `w`."""
+        return self.product(*quantize_rowwise(x), weight, bias, x.dtype), (x,)
+
+    def product(
+        self, codes: Tensor, absmax: Tensor, weight: Tensors, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return int8_matmul(codes, weight[0].t(), absmax, weight[1], bias, dtype=dtype)
+
+    def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
+        codes, absmax = quantize_rowwise(g)
+        return int8_matmul(codes, weight[0], absmax, weight[1], dtype=g.dtype)
+
+    def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
+        # Not quantized: its inner dimension is batch times time, and its scales would be those of the loudest token.
+        return g.t() @ kept[0]
+
+    # What the rounding does to each operand; for statistics and tests.
+
+    def round_input(self, x: Tensor) -> Tensor:
+        codes, absmax = quantize_rowwise(x)
+        return dequantize(codes, absmax[:, None], dtype=x.dtype)
+
+    def round_weight(self, w: Tensor) -> Tensor:
+        return dequantize(*quantize_tensorwise(w), dtype=w.dtype)
+
+    def round_grad(self, g: Tensor) -> Tensor:
+        return self.round_input(g)
+
+
+class SwitchBackM(SwitchBack):
+    """Keeps the int8 codes of the input: a quarter of the bytes of float32."""
+
+    def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
+        codes, absmax = quantize_rowwise(x)
+        return self.product(codes, absmax, weight, bias, x.dtype), (codes, absmax)
+
+    def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
+        codes, absmax = kept
+        return g.t() @ dequantize(codes, absmax[:, None], dtype=g.dtype)
+
+
+class SwitchBackQ(SwitchBack):
+    """One scale per output feature forward, one per input feature backward."""
+
+    by_row = ("input", "weight", "grad")
+
+    def quantize_weight(self, w: Tensor) -> Tensors:
+        if w.is_contiguous():
+            return *quantize_rowwise(w), *quantize_columnwise(w)
+        (rows, row_max), (columns, column_max) = quantize_columnwise(w.t()), quantize_rowwise(w.t())
+        return rows.t(), row_max, columns.t(), column_max
+
+    def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
+        return super().grad_input(g, weight[2:])
+
+    def round_weight(self, w: Tensor) -> Tensor:
+        return self.round_input(w)
+
+
+class LLMInt8(SwitchBackQ):
+    """All three products in int8. With a threshold, columns of X with a larger value are multiplied as they are."""
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        if not threshold >= 0:
+            raise ValueError(f"threshold must be at least 0 (0: no outliers are taken out), got {threshold}")
+        self.threshold = threshold
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """X without its outlier columns, and those columns alone."""
+        outlier = (x.abs() > self.threshold).any(dim=0)
+        return torch.where(outlier, 0, x), torch.where(outlier, x, 0)
+
+    def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
+        if self.threshold == 0:
+            return super().forward(x, w, weight, bias)
+        inside, outliers = self.split(x)
+        y, _ = super().forward(inside, w, weight, bias)
+        return y + outliers @ w.t().to(x.dtype), (x,)
+
+    def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
+        inside, outliers = self.split(kept[0]) if self.threshold > 0 else (kept[0], None)
+        (g_codes, g_max), (x_codes, x_max) = quantize_columnwise(g), quantize_columnwise(inside)
+        total = int8_matmul(g_codes[:MAX_INNER].t(), x_codes[:MAX_INNER], g_max, x_max)
+        for start in range(MAX_INNER, len(g), MAX_INNER):  # a longer sum could overflow int32
+            part = slice(start, start + MAX_INNER)
+            total += int8_matmul(g_codes[part].t(), x_codes[part], g_max, x_max)
+        total = total.to(g.dtype)
+        return total if outliers is None else total + g.t() @ outliers
+
+
+class Float8SwitchBack(SwitchBack):
+    """float8 by simulation: rounded to its values, multiplied as usual."""
+
+    def quantize_weight(self, w: Tensor) -> Tensors:
+        return (self.round_weight(w),)
+
+    def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
+        y = self.round_input(x) @ weight[0].t().to(x.dtype)
+        return y if bias is None else y + bias.to(x.dtype), (x,)
+
+    def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
+        return self.round_grad(g) @ weight[0].to(g.dtype)
+
+    def round_input(self, x: Tensor) -> Tensor:
+        return round_float8_rowwise(x, "e4m3")
+
+    def round_weight(self, w: Tensor) -> Tensor:
+        return round_float8_tensorwise(w.contiguous(), "e4m3")
+
+    def round_grad(self, g: Tensor) -> Tensor:
+        return round_float8_rowwise(g, "e5m2")
+
+
+class Float8Tensorwise(Float8SwitchBack):
+    """The baseline that diverges in large models: one scale per tensor, everywhere."""
+
+    by_row = ()
+
+    def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
+        return self.round_grad(g).t() @ self.round_input(kept[0])
+
+    def round_input(self, x: Tensor) -> Tensor:
+        return round_float8_tensorwise(x, "e4m3")
+
+    def round_grad(self, g: Tensor) -> Tensor:
+        return round_float8_tensorwise(g, "e5m2")
+
+
+def make_kind(kind: str, threshold: float = 0.0) -> SwitchBack:
+    if threshold and kind != "llm-int8":
+        raise ValueError(f"threshold belongs to llm-int8, whose outliers it takes out; {kind} has none")
+    if kind == "llm-int8":
+        return LLMInt8(threshold)
+    classes = {
+        "switchback": SwitchBack,
+        "switchback-m": SwitchBackM,
+        "switchback-q": SwitchBackQ,
+        "fp8-tensorwise": Float8Tensorwise,
+        "fp8-switchback": Float8SwitchBack,
+    }
+    if kind not in classes:
+        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(LinearKind)[1:])}")
+    return classes[kind]()
