@@ -62,6 +62,13 @@ def test_several_captions_make_several_rows(tokenizer):
     assert tokenizer.encode([]).shape == (0, 16)
 
 
+def test_trimmed_rows_end_with_the_longest_caption(tokenizer):
+    rows, trimmed = tokenizer.encode(["a", "a red"]), tokenizer.encode(["a", "a red"], trim=True)
+    assert torch.equal(trimmed, rows[:, : trimmed.shape[1]])
+    assert trimmed[1, -1] == tokenizer.end
+    assert tokenizer.encode([], trim=True).shape == (0, 16)
+
+
 # --- Round trips
 
 

@@ -46,8 +46,11 @@ class Tokenizer(ABC):
         self.start = vocab - 2
         self.end = vocab - 1
 
-    def encode(self, captions: str | Iterable[str]) -> Tensor:
-        """Return int64 ids [captions, context]. A caption too long loses its tail, never its end token."""
+    def encode(self, captions: str | Iterable[str], *, trim: bool = False) -> Tensor:
+        """Return int64 ids [captions, context]. A caption too long loses its tail, never its end token.
+
+        `trim` makes the rows as long as the longest caption, which is less work for the same features.
+        """
         captions = [captions] if isinstance(captions, str) else list(captions)
         rows = torch.full((len(captions), self.context), PADDING)
         for i, caption in enumerate(captions):
@@ -58,7 +61,8 @@ class Tokenizer(ABC):
             except UnicodeEncodeError as error:
                 raise ValueError(f"caption {i} is not valid text: {error}") from None
             rows[i, : len(ids)] = torch.tensor(ids)
-        return rows
+        longest = int((rows != PADDING).sum(dim=1).max()) if trim and captions else self.context
+        return rows[:, :longest]
 
     def decode(self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[str]:
         """Return one caption per row: what is before the first end token, without start and padding."""

@@ -1,0 +1,252 @@
+"""CLIP: an image tower and a text tower whose features of a right pair point the same way.
+
+    images -> conv1 -> [class, patches] + positions -> drop patches -> ln_pre -> blocks -> class -> ln_post -> proj
+    tokens -> token_embedding + positions -> causal blocks -> the end token -> ln_final -> proj
+
+Only the linears inside the blocks follow `linear`: patch embedding, token embedding and the two projections stay
+float (Wortsman et al. 2023). The projections are bare matrices, so that `convert_linears` leaves them alone too.
+`visual.conv1.weight` is the tensor whose RMS_t foretells the spikes of that paper; it keeps its name.
+
+Everything outside the blocks starts as in open_clip. Inside them both towers start with the deviations of open_clip's
+text tower, which shrink what each block adds as the depth grows; its image tower takes PyTorch's layer defaults.
+"""
+
+# B batch, C channels, S image size, N patches (and the class token), T text length, D width, E width both towers share
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least
+from trimtab.nn.contrastive import ContrastiveLoss, Gather, contrastive_loss
+from trimtab.nn.init import init_linear
+from trimtab.nn.loss import check_indices
+from trimtab.nn.transformer import Block, Transformer
+
+MIN_LOGIT_SCALE, MAX_LOGIT_SCALE = 0.0, math.log(100)
+FIRST_LOGIT_SCALE = math.log(1 / 0.07)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CLIPConfig(BlockConfig):
+    """`depth`, `width` and `heads` are the image tower's. Every other switch of a block acts on both towers."""
+
+    text_depth: int
+    text_width: int
+    text_heads: int
+    embed: int  # width of the space in which both towers meet
+    patch: int  # pixels per side
+    image_size: int = 224  # pixels per side
+    channels: int = 3
+    vocab: int = 49408  # the last id is the end token
+    context: int = 77  # longest caption, with its start and end
+    patch_dropout: float = 0.0  # share of the patches left out in training; the paper trains with 0.5
+    bias: bool = True
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least(self, 0, "text_depth")
+        check_at_least(self, 1, "text_width", "text_heads", "embed", "patch", "image_size", "channels")
+        check_at_least(self, 2, "vocab", "context")
+        if self.text_width % self.text_heads:
+            nearest = max(round(self.text_width / self.text_heads), 1) * self.text_heads
+            raise ConfigError(
+                f"text_width={self.text_width} does not split into text_heads={self.text_heads}; "
+                f"try text_width={nearest}"
+            )
+        if self.image_size % self.patch:
+            nearest = max(round(self.image_size / self.patch), 1) * self.patch
+            raise ConfigError(
+                f"image_size={self.image_size} does not split into patches of patch={self.patch}; "
+                f"try image_size={nearest}"
+            )
+        if not 0 <= self.patch_dropout < 1:
+            raise ConfigError(f"patch_dropout={self.patch_dropout} is not in [0, 1); try patch_dropout=0.5")
+
+    @property
+    def patches(self) -> int:
+        return (self.image_size // self.patch) ** 2
+
+    @property
+    def image_tower(self) -> TransformerConfig:
+        shared = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
+        return TransformerConfig(**shared, causal=False, rope=False)
+
+    @property
+    def text_tower(self) -> TransformerConfig:
+        depth, width, heads = self.text_depth, self.text_width, self.text_heads
+        return replace(self.image_tower, depth=depth, width=width, heads=heads, causal=True)
+
+
+_B32 = CLIPConfig(depth=12, width=768, heads=12, patch=32, text_depth=12, text_width=512, text_heads=8, embed=512)
+_L14 = replace(_B32, depth=24, width=1024, heads=16, patch=14, text_width=768, text_heads=12, embed=768)
+_H14 = replace(_L14, depth=32, width=1280, text_depth=24, text_width=1024, text_heads=16, embed=1024)
+_TINY = replace(_B32, depth=4, width=64, heads=4, patch=4, text_depth=2, text_width=64, text_heads=4, embed=64)
+
+# The paper's sizes, and one for a CPU that reads bytes. `dataclasses.replace(size, qk_norm="whole")` turns a switch.
+CLIP_SIZES = {
+    "tiny": replace(_TINY, image_size=32, vocab=259, context=64),
+    "ViT-B/32": _B32,
+    "ViT-B/16": replace(_B32, patch=16),
+    "ViT-L/14": _L14,
+    "ViT-H/14": _H14,
+}
+
+
+class CLIPOutput(NamedTuple):
+    """Features of length one, [B, E] each, and what their products are multiplied with: `contrastive_loss(*output)`."""
+
+    image_features: Tensor
+    text_features: Tensor
+    scale: Tensor
+
+
+class CLIP(nn.Module):
+    """Both towers and the logit scale. Call `clamp_logit_scale()` after each optimizer step."""
+
+    def __init__(self, config: CLIPConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.visual = ImageTower(config)
+        self.text = TextTower(config)
+        # One element and not a scalar: FSDP2 shards along the first dimension, and a scalar has none.
+        self.logit_scale = nn.Parameter(torch.full((1,), FIRST_LOGIT_SCALE))
+
+    def forward(self, images: Tensor, tokens: Tensor) -> CLIPOutput:
+        return CLIPOutput(self.encode_image(images), self.encode_text(tokens), self.logit_scale.exp())
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        """Features [B, E] of length one from float images [B, C, S, S]."""
+        return _unit(self.visual(images))
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        """Features [B, E] of length one from ids [B, T], T up to `context`. What follows the end token is not read."""
+        return _unit(self.text(tokens))
+
+    def loss(
+        self, images: Tensor, tokens: Tensor, *, gather: Gather = "local", group: "dist.ProcessGroup | None" = None
+    ) -> ContrastiveLoss:
+        """The contrastive loss and the accuracy both ways. Under DDP: `contrastive_loss(*ddp(images, tokens))`."""
+        return contrastive_loss(*self(images, tokens), gather=gather, group=group)
+
+    @torch.no_grad()
+    def clamp_logit_scale(self) -> None:
+        """Keep the scale in [1, 100]; without this, a model that fits its batches drives it up without end."""
+        self.logit_scale.clamp_(MIN_LOGIT_SCALE, MAX_LOGIT_SCALE)
+
+
+class ImageTower(nn.Module):
+    """A ViT that answers with its class token, [B, C, S, S] to [B, E]."""
+
+    def __init__(self, config: CLIPConfig) -> None:
+        super().__init__()
+        self.image_shape = (config.channels, config.image_size, config.image_size)
+        self.patch_dropout = config.patch_dropout
+        width, std = config.width, config.width**-0.5
+        self.conv1 = nn.Conv2d(config.channels, width, kernel_size=config.patch, stride=config.patch, bias=False)
+        self.class_embedding = _normal(width, std=std)
+        self.positional_embedding = _normal(1 + config.patches, width, std=std)
+        self.ln_pre = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+        self.transformer = _build_blocks(config.image_tower)
+        self.ln_post = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+        self.proj = _normal(width, config.embed, std=std)
+
+    def forward(self, images_BCSS: Tensor) -> Tensor:
+        check_images(images_BCSS, self.image_shape, self.conv1.weight.dtype)
+        x_BND = self.conv1(images_BCSS).flatten(2).transpose(1, 2)
+        first = self.class_embedding.to(x_BND.dtype).expand(len(x_BND), 1, -1)
+        x_BND = torch.cat([first, x_BND], dim=1) + self.positional_embedding
+        if self.training and self.patch_dropout:
+            x_BND = drop_patches(x_BND, self.patch_dropout)
+        x_BND = self.transformer(self.ln_pre(x_BND))
+        return self.ln_post(x_BND[:, 0]) @ self.proj
+
+
+class TextTower(nn.Module):
+    """A causal Transformer that answers with its end token, [B, T] to [B, E]."""
+
+    def __init__(self, config: CLIPConfig) -> None:
+        super().__init__()
+        self.vocab, self.context = config.vocab, config.context
+        width = config.text_width
+        self.token_embedding = nn.Embedding(config.vocab, width)
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        self.positional_embedding = _normal(config.context, width, std=0.01)
+        self.transformer = _build_blocks(config.text_tower)
+        self.ln_final = nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+        self.proj = _normal(width, config.embed, std=width**-0.5)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        check_tokens(tokens_BT, self.vocab, self.context)
+        x_BTD = self.token_embedding(tokens_BT) + self.positional_embedding[: tokens_BT.shape[1]]
+        x_BTD = self.transformer(x_BTD)
+        is_end = tokens_BT == self.vocab - 1
+        x_BD = x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), is_end.int().argmax(dim=1)]
+        # Where looking at the ids would wait for the device, a caption without an end is not refused but not hidden.
+        x_BD = torch.where(is_end.any(dim=1, keepdim=True), x_BD, torch.nan)
+        return self.ln_final(x_BD) @ self.proj
+
+
+def drop_patches(x_BND: Tensor, share: float) -> Tensor:
+    """Leave out this share of the patches, chosen anew for each image by torch's generator. Token 0 always stays."""
+    patches = x_BND.shape[1] - 1
+    # The small term keeps 10 * (1 - 0.9) from being just under one.
+    keep = max(1, int(patches * (1 - share) + 1e-6))
+    kept_BN = 1 + torch.rand(len(x_BND), patches, device=x_BND.device).topk(keep, dim=1).indices
+    kept_BND = x_BND.gather(1, kept_BN[..., None].expand(-1, -1, x_BND.shape[2]))
+    return torch.cat([x_BND[:, :1], kept_BND], dim=1)
+
+
+def check_images(images: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if images.dim() != 4 or tuple(images.shape[1:]) != shape:
+        raise ValueError(f"images must have shape (batch, {', '.join(map(str, shape))}), got {tuple(images.shape)}")
+    if not images.is_floating_point():
+        raise ValueError(
+            f"images must be float, got {images.dtype}; convert and normalise them: (x / 255 - mean) / std"
+        )
+    if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
+        raise ValueError(f"images are {images.dtype} but the model is {dtype}; convert them: images.to({dtype})")
+
+
+def check_tokens(tokens: Tensor, vocab: int, context: int) -> None:
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be ids (batch, length), got shape {tuple(tokens.shape)}")
+    if not 0 < tokens.shape[1] <= context:
+        raise ValueError(f"captions of {tokens.shape[1]} tokens do not fit context={context}; cut them, or raise it")
+    check_indices("tokens", tokens, vocab)
+    # Only where looking costs nothing: on a GPU it would wait for the device, and a graph has no values to look at.
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    ends = (tokens == vocab - 1).any(dim=1)
+    if not ends.all():
+        raise ValueError(
+            f"caption {ends.int().argmin()} has no end token {vocab - 1} (the last id of vocab={vocab}), where the "
+            "text tower reads its result; encode captions with a tokenizer of the same vocab"
+        )
+
+
+def _build_blocks(config: TransformerConfig) -> Transformer:
+    """Blocks with open_clip's deviations; queries, keys and values have them already."""
+    transformer = Transformer(config)
+    residual = (2 * config.width * max(config.depth, 1)) ** -0.5
+    for block in transformer.blocks:
+        assert isinstance(block, Block)
+        init_linear(block.attention.out, std=residual)
+        init_linear(block.mlp.up, std=(2 * config.width) ** -0.5)
+        init_linear(block.mlp.down, std=residual)
+    return transformer
+
+
+def _normal(*shape: int, std: float) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape).normal_(std=std))
+
+
+def _unit(x: Tensor) -> Tensor:
+    # In half precision the square of a small feature is zero, and so is the length it is divided by.
+    return normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
