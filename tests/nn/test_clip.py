@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from tests.conftest import assert_same, seed
 from trimtab.nn.clip import CLIP, CLIP_SIZES, CLIPConfig, drop_patches
 from trimtab.nn.config import ConfigError
+from trimtab.nn.convert import convert_linears
+from trimtab.nn.linear import SwitchBackLinear
 from trimtab.nn.tap import listen
 from trimtab.nn.tokenizer import ByteTokenizer, WordTokenizer
+from trimtab.optim import groups
 
 TINY = CLIP_SIZES["tiny"]
 SMALL = replace(TINY, depth=2, width=32, heads=2, text_depth=1, text_width=32, text_heads=2, embed=16, image_size=8)
@@ -221,15 +224,44 @@ def test_qk_norm_bounds_the_attention_logits_of_both_towers():
 
 
 def test_only_the_linears_of_the_blocks_follow_the_switch():
-    kinds = {name: type(module) for name, module in build(linear="switchback").named_modules()}
-    other = [name for name, kind in kinds.items() if kind is not nn.Linear and issubclass(kind, nn.Linear)]
-    assert all(".blocks." in name for name in other)
-    assert kinds["visual.conv1"] is nn.Conv2d
-    assert kinds["text.token_embedding"] is nn.Embedding
+    built, converted = build(linear="switchback"), build()
+    report = convert_linears(converted)
+    layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
+    blocks = [f"visual.transformer.blocks.{i}" for i in range(2)] + ["text.transformer.blocks.0"]
+    expected = {f"{block}.{layer}" for block in blocks for layer in layers}
+    for model in (built, converted):
+        assert {name for name, module in model.named_modules() if isinstance(module, SwitchBackLinear)} == expected
+    assert set(report.converted) == expected
+    assert not report.kept
 
 
-def test_checkpointing_gives_the_same_gradients():
-    plain, saving = build(patch_dropout=0.5), build(patch_dropout=0.5, checkpointing=True)
+def test_int8_changes_the_loss_a_little():
+    exact, quantized = (build(TINY, linear=kind).loss(*batch(TINY, 8)).loss.item() for kind in ("float", "switchback"))
+    assert quantized != exact
+    assert quantized == pytest.approx(exact, rel=0.02)
+
+
+def test_gains_and_the_logit_scale_do_not_decay():
+    made = groups(build(layer_scale=0.0, qk_norm="whole"), lr=1e-3, weight_decay=0.2)
+    decays = {name: group["weight_decay"] for group in made for name, _ in group["params"]}
+    still = [name for name, decay in decays.items() if decay == 0]
+    assert {"logit_scale", "visual.class_embedding", "text.transformer.blocks.0.scale1"} <= set(still)
+    assert decays["visual.conv1.weight"] == decays["visual.proj"] == 0.2
+
+
+def test_it_compiles_into_one_graph():
+    model, (images, tokens) = build(patch_dropout=0.5), batch()
+    torch.manual_seed(1)
+    expected = model(images, tokens)
+    torch.manual_seed(1)
+    got = torch.compile(model, backend="eager", fullgraph=True)(images, tokens)
+    torch.testing.assert_close(tuple(got), tuple(expected))
+
+
+@pytest.mark.parametrize("linear", ["float", "switchback"])
+def test_checkpointing_gives_the_same_gradients(linear):
+    plain = build(patch_dropout=0.5, linear=linear)
+    saving = build(patch_dropout=0.5, linear=linear, checkpointing=True)
     for model in (plain, saving):
         torch.manual_seed(3)
         model.loss(*batch()).loss.backward()
