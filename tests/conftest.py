@@ -1,5 +1,6 @@
 """What the tests share: seeds, the backends and instruction sets of this machine, and exact comparison."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +39,12 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
     same = (got == expected) | (got.isnan() & expected.isnan()) if got.is_floating_point() else got == expected
     wrong = (~same).nonzero()
     assert same.all(), f"{len(wrong)} of {got.numel()} differ, first at {wrong[0].tolist()}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _stop_processes() -> Iterator[None]:
+    """The pair of processes.py, if a test started it."""
+    yield
+    processes = sys.modules.get("tests.processes")
+    if processes is not None:
+        processes.PAIR.stop()

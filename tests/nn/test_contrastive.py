@@ -13,7 +13,8 @@ from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conftest import assert_same, seed
-from tests.optim.test_distributed import PROCESSES, _two_processes, mesh, on_two_processes, whole  # noqa: F401
+from tests.optim.test_distributed import whole
+from tests.processes import PROCESSES, mesh, on_two_processes
 from trimtab.nn.clip import CLIP, CLIP_SIZES
 from trimtab.nn.contrastive import contrastive_loss
 

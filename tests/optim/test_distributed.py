@@ -1,21 +1,11 @@
 """On several processes an optimizer does what it does on one: DDP, FSDP2, and checkpoints that change their number.
 
-Two processes on the CPU, talking through gloo, are started once and live through the file: loading torch takes them
-seconds. A function under `@on_two_processes` runs in both; what fails there fails here, with its traceback.
-
 The reference is always the same optimizer on whole tensors in one process. Blocks of 8-bit state are cut within a
 shard, so where shards end at the end of a block the bits are the same; `EVEN` are such shapes.
 """
 
-import functools
-import multiprocessing
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 from itertools import product
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +21,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests import processes
 from tests.conftest import assert_same, seed
+from tests.processes import PROCESSES, mesh, on_two_processes, together
 from trimtab import optim
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 
-PROCESSES = 2
-PATIENCE_S = 60  # for one test; a process that waits for the other gives up sooner, and says where
 BLOCK = 64
 
 # Hyper-parameters that move a parameter by about 1e-2 a step. Decay is there wherever it is done element by element.
@@ -70,99 +59,6 @@ CUT = 2e-3
 EVEN = [(8, 64), (3, 128), (1, 128), (256,)]
 # 3 rows and 2 of 33 values: the second shard begins within what is one block on one process. A single row.
 UNEVEN = [(5, 33), (1, 33), (7,)]
-
-
-# --- Two processes
-
-
-class Pair:
-    """Two processes that run the same function. One that fails or hangs takes the pair with it; a new one follows."""
-
-    def __init__(self) -> None:
-        self.pools: list[Pool] = []
-
-    def run(self, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        try:
-            if not self.pools:
-                self._start()
-            self._wait([pool.apply_async(report, (function, *args), kwargs) for pool in self.pools])
-        except BaseException:
-            self.stop()
-            raise
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pools = [context.Pool(1) for _ in range(PROCESSES)]
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on any free port
-        self._wait([pool.apply_async(report, (join, rank, self.store.port)) for rank, pool in enumerate(self.pools)])
-
-    def _wait(self, answers: list[Any]) -> None:
-        # The first to fail is the one to report: the other only waits for it.
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(answer.ready() for answer in answers):
-            for answer in answers:
-                if answer.ready() and not answer.successful():
-                    answer.get()
-            if time.monotonic() > deadline:
-                late = [rank for rank, answer in enumerate(answers) if not answer.ready()]
-                raise TimeoutError(f"processes {late} are not done after {PATIENCE_S} s")
-            time.sleep(0.002)
-        for answer in answers:
-            answer.get()
-
-    def stop(self) -> None:
-        for pool in self.pools:
-            pool.terminate()
-            pool.join()
-        self.pools = []
-
-
-PAIR = Pair()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _two_processes() -> Iterator[None]:
-    yield
-    PAIR.stop()
-
-
-def report(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Every failure as text: a `pytest.fail` would end the process, and not every exception can be sent."""
-    try:
-        function(*args, **kwargs)
-    except BaseException:
-        raise AssertionError(f"in a process of its own:\n{traceback.format_exc()}") from None
-
-
-def join(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    store = dist.TCPStore("localhost", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=20))
-
-
-def on_two_processes(function: Callable[..., None]) -> Callable[..., None]:
-    """Called in one of the two it is the function; called from outside it runs in both at once."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            function(*args, **kwargs)
-        else:
-            PAIR.run(run, *args, **kwargs)
-
-    return run
-
-
-@on_two_processes
-def together(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """What one process can do as well, done by both."""
-    function(*args, **kwargs)
-
-
-@functools.cache
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (PROCESSES,))
 
 
 # --- What is trained
@@ -624,7 +520,7 @@ def wait_in_the_second() -> None:
 
 
 def test_a_process_that_hangs_is_given_up(monkeypatch):
-    PAIR.run(dist.get_rank)  # starting takes longer than the patience below
-    monkeypatch.setitem(globals(), "PATIENCE_S", 0.5)
+    processes.PAIR.run(dist.get_rank)  # starting takes longer than the patience below
+    monkeypatch.setattr(processes, "PATIENCE_S", 0.5)
     with pytest.raises(TimeoutError, match=r"processes \[1\] are not done"):
         wait_in_the_second()
