@@ -515,12 +515,12 @@ def test_what_fails_in_a_process_fails_here_with_its_traceback():
 
 
 @on_two_processes
-def wait_in_the_second() -> None:
-    time.sleep(3600 * dist.get_rank())
+def wait_in_the_second(seconds: float) -> None:
+    time.sleep(seconds * dist.get_rank())
 
 
 def test_a_process_that_hangs_is_given_up(monkeypatch):
-    processes.PAIR.run(dist.get_rank)  # starting takes longer than the patience below
+    wait_in_the_second(0)  # starting takes longer than the patience below
     monkeypatch.setattr(processes, "PATIENCE_S", 0.5)
     with pytest.raises(TimeoutError, match=r"processes \[1\] are not done"):
-        wait_in_the_second()
+        wait_in_the_second(3600)
