@@ -41,6 +41,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def watch_input(module: nn.Module) -> list[Tensor]:
+    seen: list[Tensor] = []
+    module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    return seen
+
+
+def watch_output(module: nn.Module) -> list[Tensor]:
+    seen: list[Tensor] = []
+    module.register_forward_hook(lambda module, args, out: seen.append(out))
+    return seen
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Matrices this small gain nothing from a second thread, and lose much if another program wants the core."""
@@ -135,15 +147,16 @@ def test_the_end_token_sees_the_whole_caption():
         assert (model.encode_text(changed)[2] - before).norm() > 1e-4, f"token {i} does not matter"
 
 
-def test_text_is_read_at_the_end_token_and_nowhere_else():
-    model, (_, tokens) = build(), batch()
-    seen: list[Tensor] = []
-    model.text.ln_final.register_forward_hook(lambda module, args, out: seen.append(args[0]))
-    blocks: list[Tensor] = []
-    model.text.transformer.register_forward_hook(lambda module, args, out: blocks.append(out))
-    model.encode_text(tokens)
+def test_each_tower_is_read_at_one_token():
+    model, (images, tokens) = build(), batch()
     ends = [row.index(SMALL.vocab - 1) for row in tokens.tolist()]
-    assert_same(seen[0], torch.stack([blocks[0][i, end] for i, end in enumerate(ends)]))
+    for tower, norm, x, places in (
+        (model.visual, model.visual.ln_post, images, [0, 0, 0]),
+        (model.text, model.text.ln_final, tokens, ends),
+    ):
+        after, read = watch_output(tower.transformer), watch_input(norm)
+        tower(x)
+        assert_same(read[0], torch.stack([after[0][i, place] for i, place in enumerate(places)]))
 
 
 def test_every_patch_matters_and_its_place_too():
@@ -185,8 +198,7 @@ def test_the_class_token_stays_and_the_right_number_of_patches(patches, share, k
 
 def test_patch_dropout_is_for_training_and_follows_the_seed():
     model, plain, (images, _) = build(TINY, patch_dropout=0.5), build(TINY), batch(TINY)
-    lengths: list[int] = []
-    model.visual.transformer.register_forward_hook(lambda module, args, out: lengths.append(out.shape[1]))
+    seen = watch_output(model.visual.transformer)
     torch.manual_seed(1)
     first = model.encode_image(images)
     again = model.encode_image(images)
@@ -195,7 +207,7 @@ def test_patch_dropout_is_for_training_and_follows_the_seed():
     assert not torch.equal(first, again)
     model.eval()
     assert_same(model.encode_image(images), plain.encode_image(images))
-    assert lengths == [33, 33, 33, 65]
+    assert [x.shape[1] for x in seen] == [33, 33, 33, 65]
 
 
 # --- Switches
@@ -203,10 +215,9 @@ def test_patch_dropout_is_for_training_and_follows_the_seed():
 
 def test_layer_scale_from_zero_starts_with_blocks_that_do_nothing():
     model, (images, _) = build(layer_scale=0.0), batch()
-    seen: list[tuple[Tensor, Tensor]] = []
-    model.visual.transformer.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    before, after = watch_input(model.visual.transformer), watch_output(model.visual.transformer)
     model.encode_image(images)
-    assert_same(*seen[0])
+    assert_same(after[0], before[0])
 
 
 def test_qk_norm_bounds_the_attention_logits_of_both_towers():
