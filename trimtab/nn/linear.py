@@ -37,24 +37,28 @@ class QuantizedProduct(torch.autograd.Function):
         rounding: Rounding | None,
         *weight_codes: Tensor,
     ) -> Tensor:
-        y, kept = kind.forward(x, w, weight_codes, bias)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, kept = kind.forward(rows, w, weight_codes, bias)
         ctx.kind, ctx.rounding, ctx.count = kind, rounding, len(weight_codes)
         ctx.w_dtype, ctx.bias_dtype = w.dtype, None if bias is None else bias.dtype
         wants_x, wants_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(*(weight_codes if wants_x else ()), *(kept if wants_w else ()))
-        return y
+        # Not a view, as nn.Linear's result is none: FSDP's hooks would get lost in an operation in place.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         wants_x, wants_w, wants_bias, *_ = ctx.needs_input_grad
-        saved, g = ctx.saved_tensors, g.contiguous()
+        saved, shape = ctx.saved_tensors, g.shape
+        g = g.reshape(-1, shape[-1]).contiguous()
         codes, kept = (saved[: ctx.count], saved[ctx.count :]) if wants_x else ((), saved)
         if ctx.rounding is not None:
             ctx.rounding.see("grad", g, ctx.kind.round_grad(g), "grad" in ctx.kind.by_row)
         # The products say themselves in which precision they run.
         with torch.autocast(g.device.type, enabled=False):
             dx = ctx.kind.grad_input(g, codes) if wants_x else None
+            dx = dx if dx is None else dx.view(*shape[:-1], dx.shape[-1])
             dw = ctx.kind.grad_weight(g, kept).to(ctx.w_dtype) if wants_w else None
             db = g.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
         return dx, dw, db, None, None, *[None] * ctx.count
@@ -94,17 +98,14 @@ class _Quantized(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != w.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {w.dtype}; cast one, or use torch.autocast")
-        rows = x.reshape(-1, self.in_features)
-        if self.int8_from > len(rows):
+        if self.int8_from > x.numel() // self.in_features:
             return nn.functional.linear(x, w, bias)
-        rows = rows.contiguous()
         if self.rounding is not None:
-            by_row = self.products.by_row
-            self.rounding.see("input", rows, self.products.round_input(rows.detach()), "input" in by_row)
+            by_row, rows = self.products.by_row, x.detach().reshape(-1, self.in_features).contiguous()
+            self.rounding.see("input", rows, self.products.round_input(rows), "input" in by_row)
             self.rounding.see("weight", w, self.products.round_weight(w.detach().contiguous()), "weight" in by_row)
         with torch.autocast(x.device.type, enabled=False):
-            y = QuantizedProduct.apply(rows, w, bias, self.products, self.rounding, *self._weight_codes())
-        return y.view(*x.shape[:-1], self.out_features)
+            return QuantizedProduct.apply(x, w, bias, self.products, self.rounding, *self._weight_codes())
 
     def _check(self, x: Tensor) -> None:
         if x.shape[-1:] != (self.in_features,):
