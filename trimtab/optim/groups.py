@@ -70,7 +70,8 @@ def groups(
         lr: of everything that muParam does not scale.
         weight_decay: of tensors with two dimensions or more; vectors (biases, gains) never decay.
         no_decay: name patterns of further tensors that do not decay.
-        keep32: who keeps 32-bit state: patterns, modules, predicates, and classes of modules. Embeddings by default.
+        keep32: who keeps 32-bit state: patterns, modules, predicates, and classes of modules. Embeddings by default,
+            unless one has `keep32 = False` itself.
         mup_ratio: base width / width. Multiplies the learning rate of every linear layer's weight; decay is not scaled.
         independent_decay: decay by weight_decay * lr / lr_max, whatever the learning rate is.
     """
@@ -79,7 +80,8 @@ def groups(
     given = keep32 if isinstance(keep32, Sequence) and not isinstance(keep32, str) else (keep32,)
     classes = tuple(rule for rule in given if isinstance(rule, type))
     rules = as_rules([rule for rule in given if not isinstance(rule, type)])
-    rules += tuple(module for module in model.modules() if isinstance(module, classes))
+    # A module may decline for itself, as StableEmbedding(keep32=False) does.
+    rules += tuple(m for m in model.modules() if isinstance(m, classes) and getattr(m, "keep32", True))
     patterns = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
     linear = {id(m.weight) for m in model.modules() if _is_linear(m)}
     members: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
