@@ -89,7 +89,7 @@ class _Listener(threading.local):
 _listeners: list[_Listener] = []
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler with us
 def _tell(x: Tensor, name: str) -> None:
     if _recomputing():
         return
@@ -99,7 +99,7 @@ def _tell(x: Tensor, name: str) -> None:
             listener.handler(path, x.detach())
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable would import the compiler with us
 def _somebody_wants(name: str) -> bool:
     return not _recomputing() and any(listener.full_name(name) is not None for listener in _listeners)
 
