@@ -43,8 +43,8 @@ def contrastive_loss(
     Args:
         scale: what the dot products are multiplied with: the exponential of CLIP's logit scale.
         gather: against whom. `"local"`: own pairs against those of all processes, so each process reports its part
-            and the mean over processes is the whole loss. `"full"`: every process computes the whole loss, in
-            W times the memory and time. The gradients are the same. `"off"`: own pairs against own pairs, another
+            and the mean over processes is the whole loss. `"full"`: every process computes the whole loss, with
+            W / 2 times as many logits. The gradients are the same. `"off"`: own pairs against own pairs, another
             loss. Without a process group all three are the same.
         group: the processes that share a batch; all of them by default. Their parts must be equally large.
     """
