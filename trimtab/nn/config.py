@@ -2,7 +2,7 @@
 
 A wrong value is refused with its field, the value, and a value that would work:
 
-    ConfigError: width=100 does not split into heads=3; try width=102
+    ConfigError: width=100 does not split into heads=3; try width=99
 """
 
 import math
