@@ -247,6 +247,12 @@ def test_wrong_targets_are_refused_with_words(score):
         score(logits, torch.zeros(3))
 
 
+def test_any_leading_dimensions_are_fine_even_none(score):
+    logits, targets = torch.randn(2, 3, 4, 7, generator=seed(5)), torch.randint(7, (2, 3, 4), generator=seed(6))
+    torch.testing.assert_close(score(logits, targets), score(logits.flatten(0, 2), targets.flatten()))
+    torch.testing.assert_close(score(logits[0, 0, 0], targets[0, 0, 0]), score(logits[0, 0, :1], targets[0, 0, :1]))
+
+
 def test_targets_may_be_any_integer_type(score):
     logits, targets = torch.randn(4, 7, generator=seed(5)), torch.tensor([0, 6, 3, IGNORE])
     assert score(logits, targets.to(torch.int32)).loss == score(logits, targets).loss

@@ -10,7 +10,7 @@ import types
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from trimtab.nn.linear import LinearKind
+from trimtab.nn.kinds import LinearKind
 
 QKNorm = Literal["off", "shared", "per-head", "whole"]
 

@@ -36,8 +36,7 @@ class Loss(NamedTuple):
 def cross_entropy(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Loss:
     """Score logits [..., V] against targets [...]. Tap: "logz", per token."""
     check_targets(targets, logits.shape[:-1], logits.shape[-1])
-    logits_NV = logits.flatten(0, -2)
-    y_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    y_NV = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
     valid, index, count = _read(targets)
     logz = y_NV.logsumexp(dim=-1)
     ce = logz - y_NV.gather(1, index[:, None]).squeeze(1)
@@ -64,10 +63,11 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: 
     rows = max(LOGITS_AT_ONCE // weight.shape[0] // 16, 1) * 16
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and weight.requires_grad)
-    # Autocast stops at the door of an autograd function, so what it would do is done here.
+    # What autocast would multiply in. Inside it is off: the weight is cast once, not once for every chunk.
     device = x.device.type
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    loss, ce, logz = _LinearCrossEntropy.apply(x.flatten(0, -2), weight, index, valid, count, z_loss, rows, low, needs)
+    x_ND = x.reshape(-1, x.shape[-1])
+    loss, ce, logz = _LinearCrossEntropy.apply(x_ND, weight, index, valid, count, z_loss, rows, low, needs)
     return _report(loss, ce, logz, valid, count, z_loss)
 
 
