@@ -1,0 +1,58 @@
+"""Batch-size warm-up: few samples per step at first, then more by equal increments.
+
+    n = (end - start) / increment          batch = start + increment * floor(n * consumed / samples),  at most end
+
+The clock is the number of samples consumed, as in GPT-3's training. It is the baseline that sequence length warmup is
+compared with; both cut the tokens per step, so the two together are refused unless forced.
+"""
+
+from dataclasses import dataclass
+
+from trimtab.schedule.checks import check_clock, check_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWarmup:
+    start: int
+    increment: int
+    samples: int  # how many samples the warm-up lasts
+    end: int
+
+    def __post_init__(self) -> None:
+        check_whole(self, 1, "start", "increment", "samples", "end")
+        if self.start > self.end:
+            raise ValueError(f"start={self.start} is above end={self.end}; try start={self.end}")
+        rest = (self.end - self.start) % self.increment
+        if rest:
+            raise ValueError(
+                f"increments of {self.increment} lead from start={self.start} to {self.end - rest} and then past "
+                f"end={self.end}; try end={self.end - rest}"
+            )
+
+    def at(self, samples: int) -> int:
+        """The batch of the next step, when this many samples have been consumed."""
+        check_clock("samples", samples)
+        increments = (self.end - self.start) // self.increment
+        return min(self.start + self.increment * (increments * samples // self.samples), self.end)
+
+    def table(self, steps: int) -> list[tuple[int, int]]:
+        """Rows of (from step, batch) for steps 1 to `steps`."""
+        rows: list[tuple[int, int]] = []
+        samples = 0
+        for step in range(1, steps + 1):
+            batch = self.at(samples)
+            if not rows or rows[-1][1] != batch:
+                rows.append((step, batch))
+            if batch == self.end:
+                break  # it stays there
+            samples += batch
+        return rows
+
+
+def check_one_warmup(seqlen: object | None, batch: object | None, *, force: bool = False) -> None:
+    """Refuse sequence length warmup and batch-size warm-up in one run: together they cut the tokens per step twice."""
+    if seqlen is not None and isinstance(batch, BatchWarmup) and not force:
+        raise ValueError(
+            f"sequence length warmup and batch-size warm-up both cut the tokens per step; try batch={batch.end} "
+            "without warm-up, or force it"
+        )

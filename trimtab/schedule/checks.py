@@ -1,0 +1,51 @@
+"""What every schedule refuses, said the same way: the field, the value, a value that would work."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, get_args
+
+
+def check_whole(owner: Any, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} is not a whole number; try {name}={_rounded(value, least)}")
+        if value < least:
+            raise ValueError(f"{name}={value} is too small; try {name}={least}")
+
+
+def check_number(owner: Any, name: str, *, above: float | None = None, least: float | None = None) -> None:
+    """Finite, and above one bound or at least another."""
+    value = getattr(owner, name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} is not a finite number; try {name}=1.0")
+    if above is not None and value <= above:
+        raise ValueError(f"{name}={value} must be above {above:g}; try {name}={abs(value) or 1.0}")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value} must be at least {least:g}; try {name}={least}")
+
+
+def check_choice(owner: Any, name: str, literal: Any) -> None:
+    value = getattr(owner, name)
+    if value not in get_args(literal):
+        choices = " or ".join(repr(choice) for choice in get_args(literal))
+        raise ValueError(f"{name}={value!r} is not known; try {choices}")
+
+
+def check_rising(name: str, values: Sequence[int]) -> None:
+    """Whole numbers from 1, each above the one before."""
+    wrong = [value for value in values if not isinstance(value, int) or isinstance(value, bool) or value < 1]
+    if wrong:
+        raise ValueError(f"{name}={tuple(values)} holds {wrong[0]!r}; every entry is a whole number from 1")
+    if any(a >= b for a, b in pairwise(values)):
+        raise ValueError(f"{name}={tuple(values)} must rise; try {name}={tuple(sorted(set(values)))}")
+
+
+def check_clock(name: str, value: int, least: int = 0) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} is before the start of a run; the first is {least}")
+
+
+def _rounded(value: object, least: int) -> int:
+    return max(round(value), least) if isinstance(value, int | float) and math.isfinite(value) else least

@@ -1,0 +1,241 @@
+"""Sequence length warmup: train on short sequences first, lengthen them step by step.
+
+    linear      length = s + (e - s) * t / T                  root    length = s + (e - s) * (t / T)^(1/degree)
+    discrete    lengths[i] until step until[i]                two-stage    s until step T
+    mixed       a length drawn anew at every step, until T
+
+then rounded down to a multiple of q and kept inside [s, e]; t is the step being taken, the first is 1. Long sequences
+early in training are where Adam's second moment takes its extreme values; without them, larger batches and
+learning rates train stably.
+
+    warmup = SeqLenWarmup(start=64, end=1024, steps=15_000)
+    loss = model(**warmup.cut(batch, step))
+
+Li et al. 2022, "The Stability-Efficiency Dilemma", section 4. The rounding is DeepSpeed's, with the lower clamp that it
+lacked for years.
+"""
+
+import math
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trimtab.schedule.checks import check_choice, check_clock, check_number, check_rising, check_whole
+from trimtab.schedule.cut import Mode, cut
+
+Kind = Literal["linear", "root", "discrete", "two-stage", "mixed"]
+
+
+class Lengths:
+    """A length for every step, and what follows from it."""
+
+    end: int
+    cut_mode: Mode
+
+    def at(self, step: int) -> int:
+        """The length of the given step. Depends on nothing else, so there is nothing to save."""
+        raise NotImplementedError
+
+    def settled(self) -> int | None:
+        """The first step from which the length is `end` for good; None if nobody knows."""
+        return None
+
+    def cut(self, batch: Any, step: int, *, extra: int = 0) -> Any:
+        """The batch of this optimizer step, cut to its length; see `trimtab.schedule.cut`.
+
+        All micro-batches of one step take the same step number. Evaluate at full length, without `cut`.
+        """
+        return cut(batch, self.at(step), mode=self.cut_mode, extra=extra)
+
+    def table(self, steps: int) -> list[tuple[int, int]]:
+        """Rows of (from step, length) for steps 1 to `steps`: one for each change."""
+        settled = self.settled()
+        last = steps if settled is None else min(steps, max(settled, 1))
+        rows: list[tuple[int, int]] = []
+        for step in range(1, last + 1):
+            length = self.at(step)
+            if not rows or rows[-1][1] != length:
+                rows.append((step, length))
+        return rows
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens that survive of each row of `end` tokens. Those that are cut off are never counted."""
+        return self.end - self.dropped(self.end, step)
+
+    def dropped(self, row: int, step: int) -> int:
+        """How many of a row's tokens this step does not train on."""
+        length = min(self.at(step), row)
+        return row % length if self.cut_mode == "reshape" else row - length
+
+    def count_tokens(self, batch: int, steps: int) -> int:
+        """Tokens consumed by steps 1 to `steps` with `batch` rows of `end` tokens each."""
+        check_clock("steps", steps, least=1)
+        rows = self.table(steps)
+        until = [step for step, _ in rows[1:]] + [steps + 1]
+        return batch * sum(self.tokens_at(step) * (stop - step) for (step, _), stop in zip(rows, until, strict=True))
+
+    def count_steps(self, batch: int, tokens: int) -> int:
+        """How many steps consume at least `tokens` tokens."""
+        settled, step, consumed = self.settled(), 0, 0
+        while consumed < tokens:
+            if settled is not None and step + 1 >= settled:
+                return step + -((consumed - tokens) // (batch * self.tokens_at(step + 1)))
+            step += 1
+            consumed += batch * self.tokens_at(step)
+        return step
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqLenWarmup(Lengths):
+    start: int
+    end: int  # the full length
+    steps: int  # T: how long the warm-up lasts
+    multiple: int = 8  # q: lengths are rounded down to it
+    kind: Kind = "linear"
+    degree: float = 2.0  # of the root
+    lengths: tuple[int, ...] = ()  # the only lengths used, from `start` to `end`; replaces `multiple`
+    until: tuple[int, ...] = ()  # discrete: the last step of each length but the last
+    seed: int = 0  # of mixed
+    cut_mode: Mode = "truncate"  # reshape keeps the tokens as more rows: a larger batch, hence another method
+
+    def __post_init__(self) -> None:
+        check_whole(self, 1, "start", "end", "steps", "multiple")
+        check_whole(self, 0, "seed")
+        check_choice(self, "kind", Kind)
+        check_choice(self, "cut_mode", Mode)
+        check_number(self, "degree", above=0)
+        if self.degree > 10:
+            raise ValueError(f"degree={self.degree} is at nearly full length from the first step; try degree=2.0")
+        if self.start > self.end:
+            raise ValueError(f"start={self.start} is above end={self.end}; try start={self.end}")
+        # Lists come from JSON; a frozen config is hashable.
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        object.__setattr__(self, "until", tuple(self.until))
+        _check_lengths(self)
+        _check_until(self)
+
+    @classmethod
+    def discrete(cls, lengths: Sequence[int], until: Sequence[int], *, cut_mode: Mode = "truncate") -> "SeqLenWarmup":
+        """`lengths[i]` up to and including step `until[i]`, then the last length: one more of them than of steps."""
+        if not lengths or not until:
+            raise ValueError(
+                f"got lengths={tuple(lengths)} and until={tuple(until)}; try lengths=(64, 1024), until=(1000,)"
+            )
+        ends = {"start": lengths[0], "end": lengths[-1], "steps": until[-1]}
+        return cls(kind="discrete", lengths=tuple(lengths), until=tuple(until), cut_mode=cut_mode, **ends)
+
+    @staticmethod
+    def custom(function: Callable[[int], int], *, end: int, cut_mode: Mode = "truncate") -> "CustomSeqLen":
+        """Lengths by a function of the step. It may fall again; it must not remember."""
+        return CustomSeqLen(function=function, end=end, cut_mode=cut_mode)
+
+    def at(self, step: int) -> int:
+        check_clock("step", step)
+        if self.kind == "discrete":
+            return self.lengths[bisect_left(self.until, step)]
+        if self.kind == "two-stage":
+            return self.start if step <= self.steps else self.end
+        if self.kind == "mixed":
+            return self._draw(step) if step <= self.steps else self.end
+        return self._round(self._pace(step))
+
+    def settled(self) -> int:
+        if self.kind in ("discrete", "two-stage", "mixed"):
+            return self.steps + 1
+        # Rounding down can keep it below `end` for some steps after `steps`.
+        late = self.steps
+        while self.at(late) < self.end:
+            late *= 2
+        return bisect_left(range(late), self.end, key=self.at)
+
+    def buckets(self) -> tuple[int, ...]:
+        """Every length it can give, rising: how often a compiled model is compiled, at most."""
+        if self.lengths:
+            return self.lengths
+        if self.kind == "two-stage":
+            return tuple(sorted({self.start, self.end}))
+        first = self.start - self.start % self.multiple + self.multiple
+        return tuple(sorted({self.start, *range(first, self.end, self.multiple), self.end}))
+
+    def _pace(self, step: int) -> int:
+        if self.kind == "linear":
+            # In whole numbers: a float quotient can land just below an exact multiple.
+            return self.start + (self.end - self.start) * step // self.steps
+        root = (step / self.steps) ** (1 / self.degree)
+        return math.floor(self.start + (self.end - self.start) * root + 1e-9)
+
+    def _round(self, length: int) -> int:
+        if self.lengths:
+            return self.lengths[max(bisect_right(self.lengths, length) - 1, 0)]
+        return min(max(length - length % self.multiple, self.start), self.end)
+
+    def _draw(self, step: int) -> int:
+        # A generator of its own for every step, so that any step can be asked for without those before it. Seeding with
+        # a string goes through SHA-512, the same in every process and Python.
+        return random.Random(f"{self.seed} {step}").choice(self.buckets())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomSeqLen(Lengths):
+    """Lengths by a function of the step. Apart, because a function has no place in a config file or on a command line."""
+
+    function: Callable[[int], int]
+    end: int
+    cut_mode: Mode = "truncate"
+
+    def __post_init__(self) -> None:
+        check_whole(self, 1, "end")
+        check_choice(self, "cut_mode", Mode)
+        if not callable(self.function):
+            raise ValueError(f"function={self.function!r} cannot be called; try lambda step: min(8 * step, {self.end})")
+
+    def at(self, step: int) -> int:
+        check_clock("step", step)
+        length = self.function(step)
+        if not isinstance(length, int) or not 1 <= length <= self.end:
+            raise ValueError(
+                f"the custom schedule gave {length!r} for step {step}; lengths are whole numbers from 1 to "
+                f"end={self.end}"
+            )
+        return length
+
+
+def _check_lengths(warmup: SeqLenWarmup) -> None:
+    if not warmup.lengths:
+        if warmup.kind == "discrete":
+            raise ValueError("kind='discrete' has no lengths; try lengths=(64, 256, 1024) and until=(1000, 2000)")
+        if warmup.start % warmup.multiple:
+            down = warmup.start - warmup.start % warmup.multiple
+            raise ValueError(
+                f"start={warmup.start} is not a multiple of {warmup.multiple}, to which lengths are rounded; "
+                f"try start={down or warmup.multiple} or multiple={math.gcd(warmup.start, warmup.multiple)}"
+            )
+        return
+    if warmup.kind == "two-stage":
+        raise ValueError(
+            f"kind='two-stage' goes from start to end and got lengths={warmup.lengths}; try kind='discrete'"
+        )
+    check_rising("lengths", warmup.lengths)
+    for name, value in (("start", warmup.lengths[0]), ("end", warmup.lengths[-1])):
+        if getattr(warmup, name) != value:
+            raise ValueError(
+                f"lengths={warmup.lengths} and {name}={getattr(warmup, name)} disagree; try {name}={value}"
+            )
+
+
+def _check_until(warmup: SeqLenWarmup) -> None:
+    if warmup.kind != "discrete":
+        if warmup.until:
+            raise ValueError(f"until={warmup.until} belongs to kind='discrete', got kind={warmup.kind!r}; try until=()")
+        return
+    check_rising("until", warmup.until)
+    if len(warmup.lengths) != len(warmup.until) + 1:
+        raise ValueError(
+            f"{len(warmup.lengths)} lengths need {len(warmup.lengths) - 1} steps in between, got until={warmup.until}; "
+            "the last length has no end"
+        )
+    last = warmup.until[-1] if warmup.until else warmup.steps
+    if warmup.steps != last:
+        raise ValueError(f"until={warmup.until} and steps={warmup.steps} disagree; try steps={last}")
