@@ -1,0 +1,183 @@
+"""Open a text as tokens on disk, packed: documents one after the other, one end token between two, no padding.
+
+    name or path --survey--> sha256, split --tokenize--> train.bin, validation.bin, tokenizer.json, meta.json
+
+Tokenizing happens once; afterwards the files are memory-mapped from the cache, where a folder is named by the sha256
+of the text and its tokenizer. A `.bin` file is nanoGPT's format, raw uint16 (uint32 if `meta.json` beside it says so),
+so such a folder opens here and a folder of this cache opens there.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.data.cache import build_folder, cache_dir, read_json, write_json
+from trimtab.data.datasets import find_dataset
+from trimtab.data.sources import Documents, Source, Survey, find_files, find_stdlib, hash_file
+from trimtab.data.token_files import holds_tokens, map_tokens, open_token_files
+from trimtab.data.tokenizers import TextTokenizer, check_spec, load_tokenizer, make_tokenizer
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+FORMAT = 1  # of a cache folder; another one is another folder
+PIECES_AT_ONCE = 64  # at most a megabyte each: enough for `tokenizers` to use all cores
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of two splits and what is needed to read them.
+
+    Attributes:
+        name: what it was opened by.
+        sha256: of the text (`sha256sum` of a file; of that command's output for several).
+        skipped: files left out because they are not text.
+    """
+
+    name: str
+    sha256: str
+    tokenizer: TextTokenizer
+    splits: dict[str, NDArray[Any]]
+    files: dict[Path, str]  # sha256 of each token file
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def vocab(self) -> int:
+        return self.tokenizer.vocab
+
+    @property
+    def end(self) -> int | None:
+        """The token between documents; None in a token file that does not say."""
+        return self.tokenizer.end
+
+    def tokens(self, split: str) -> NDArray[Any]:
+        """All tokens of a split, memory-mapped and read-only."""
+        if split not in self.splits:
+            raise ValueError(f"unknown split {split!r}; try one of {', '.join(SPLITS)}")
+        return self.splits[split]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def verify(self) -> None:
+        """Read every token file again and compare its sha256. Opening looks at sizes only: this takes its time."""
+        for path, expected in self.files.items():
+            found = hash_file(path)
+            if found != expected:
+                raise ValueError(
+                    f"{path} has changed: sha256 {found[:16]}, expected {expected[:16]}; delete its folder"
+                )
+
+
+def open_corpus(
+    name_or_path: str | Path = "stdlib", *, tokenizer: str = "bytes", cache: str | Path | None = None
+) -> Corpus:
+    """Open a corpus, from the cache if it was opened before.
+
+    Args:
+        name_or_path: "stdlib", a text file, a folder of text, a `.bin` file or a folder with `train.bin`, or
+            "hf:<dataset>", "hf:<dataset>:<config>", "hf:<folder of save_to_disk>".
+        tokenizer: "bytes", "bpe:<vocabulary>" or "file:<tokenizer.json>". A token file keeps its own ids: there only
+            "file:" has a meaning.
+        cache: folder for tokens; $XDG_CACHE_HOME/trimtab or ~/.cache/trimtab if not given.
+    """
+    name, root = str(name_or_path), cache_dir(cache)
+    if holds_tokens(Path(name).expanduser()):
+        splits, own, sha256, files = open_token_files(Path(name).expanduser(), tokenizer, root)
+        return Corpus(name, sha256, own, splits, files)
+    check_spec(tokenizer)
+    return _open_source(_find(name), tokenizer, root)
+
+
+def _find(name: str) -> Source:
+    if name == "stdlib":
+        return find_stdlib()
+    if name.startswith("hf:"):
+        return find_dataset(name)
+    return find_files(Path(name).expanduser())
+
+
+def _open_source(source: Source, spec: str, root: Path) -> Corpus:
+    listing = root / "listings" / f"{source.fingerprint}.json"
+    known = read_json(listing)
+    if known is None or not _is_whole(_folder(root, known["sha256"], spec)):
+        survey = source.survey()
+        known = {"sha256": survey.sha256, "skipped": list(survey.skipped)}
+        build_folder(_folder(root, survey.sha256, spec), lambda work: _fill(work, survey, spec), _is_whole)
+        write_json(listing, known)
+    folder = _folder(root, known["sha256"], spec)
+    meta = read_json(folder / "meta.json")
+    assert meta is not None, "_is_whole has just read it"
+    splits: dict[str, NDArray[Any]] = {s: map_tokens(folder / f"{s}.bin", meta["dtype"]) for s in SPLITS}
+    files = {folder / f"{split}.bin": meta["sha256"][split] for split in SPLITS}
+    own = load_tokenizer(folder / "tokenizer.json")
+    return Corpus(source.name, known["sha256"], own, splits, files, tuple(known["skipped"]))
+
+
+def _folder(root: Path, sha256: str, spec: str) -> Path:
+    kind, _, rest = spec.partition(":")
+    if kind == "file":  # by content: the file may change
+        rest = hash_file(Path(rest))[:16]
+    return root / "corpora" / f"{sha256[:32]}-{'-'.join(filter(None, (kind, rest)))}-v{FORMAT}"
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every token is there. Sizes only: `Corpus.verify` reads it all."""
+    meta = read_json(folder / "meta.json")
+    if meta is None or not (folder / "tokenizer.json").is_file():
+        return False
+    size = np.dtype(meta["dtype"]).itemsize
+    files = [(folder / f"{split}.bin", meta["tokens"][split] * size) for split in SPLITS]
+    return all(path.is_file() and path.stat().st_size == expected for path, expected in files)
+
+
+def _fill(folder: Path, survey: Survey, spec: str) -> None:
+    tokenizer = make_tokenizer(spec, chain.from_iterable(survey.documents["train"]()))
+    dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
+    tokenizer.save(folder / "tokenizer.json")
+    for split in SPLITS:
+        with open(folder / f"{split}.bin", "wb") as file:
+            for ids in pack(survey.documents[split], tokenizer):
+                file.write(ids.astype(dtype).tobytes())
+    files = {split: folder / f"{split}.bin" for split in SPLITS}
+    meta = {
+        "tokenizer": spec,
+        "text_sha256": survey.sha256,
+        "dtype": dtype.name,
+        "tokens": {split: path.stat().st_size // dtype.itemsize for split, path in files.items()},
+        "sha256": {split: hash_file(path) for split, path in files.items()},
+    }
+    write_json(folder / "meta.json", meta)
+
+
+def pack(documents: Documents, tokenizer: TextTokenizer) -> Iterator[NDArray[Any]]:
+    """The tokens of all documents in order, one end between two."""
+    end, begun = np.array([tokenizer.end]), False
+    for starts, pieces in _in_groups(documents()):
+        for start, ids in zip(starts, tokenizer.encode_many(pieces), strict=True):
+            if start and begun:
+                yield end
+            begun = True
+            yield ids
+
+
+def _in_groups(documents: Iterable[Iterator[bytes]]) -> Iterator[tuple[list[bool], list[bytes]]]:
+    """Pieces to encode together, each with whether it starts a document."""
+    starts: list[bool] = []
+    pieces: list[bytes] = []
+    for document in documents:
+        for number, piece in enumerate(document):
+            starts.append(number == 0)
+            pieces.append(piece)
+            if len(pieces) == PIECES_AT_ONCE:
+                yield starts, pieces
+                starts, pieces = [], []
+    if pieces:
+        yield starts, pieces

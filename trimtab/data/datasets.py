@@ -1,0 +1,78 @@
+"""Text of a Hugging Face dataset: the column `text`, one document per row.
+
+    hf:roneneldan/TinyStories          hf:Salesforce/wikitext:wikitext-2-raw-v1          hf:/folder/of/save_to_disk
+
+The dataset's own split is kept if it has one called validation (or test); otherwise rows are split by their hash.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trimtab.data.extras import load_extra
+from trimtab.data.sources import PIECE, Documents, Source, Survey, cut_pieces, is_validation
+
+COLUMN = "text"
+
+
+def find_dataset(name: str) -> Source:
+    """Load a dataset named `hf:...`; what it downloads is kept by the package `datasets`."""
+    library = load_extra("datasets", extra="hf", purpose=f"corpus {name!r}")
+    parts = _parts(_load(library, name.removeprefix("hf:")), name)
+    # `datasets` gives every table a fingerprint that changes with its content.
+    marks = [f"{split}:{table._fingerprint}" for split, table in sorted(parts.items())]
+    return Source(name, hashlib.sha256("\n".join([name, *marks]).encode()).hexdigest(), lambda: _survey(name, parts))
+
+
+def _load(library: Any, name: str) -> Any:
+    try:
+        if Path(name).is_dir() and any(Path(name).glob("*.json")):
+            return library.load_from_disk(name)
+        path, _, config = name.partition(":")
+        return library.load_dataset(path, config or None)
+    except Exception as error:  # network, names and formats fail in many classes of several packages
+        raise ValueError(f"cannot load the dataset {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _parts(loaded: Any, name: str) -> dict[str, Any]:
+    """Tables by split: `train` alone if the dataset has no other."""
+    tables = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    if "train" not in tables:
+        raise ValueError(f"{name} has the splits {', '.join(map(str, tables))} but no train")
+    for table in tables.values():
+        if COLUMN not in table.column_names:
+            raise ValueError(f"{name} has the columns {', '.join(table.column_names)} but no {COLUMN!r}")
+    other = next((split for split in ("validation", "test") if split in tables), None)
+    parts = {"train": tables["train"].select_columns([COLUMN])}
+    return parts | {"validation": tables[other].select_columns([COLUMN])} if other else parts
+
+
+def _survey(name: str, parts: dict[str, Any]) -> Survey:
+    digest, rows = hashlib.sha256(), dict.fromkeys(("train", "validation"), 0)
+    for split in ("train", "validation"):
+        for text in _texts(parts, split):
+            rows[split] += 1
+            digest.update(f"{split} {len(text)}\n".encode() + text)
+    if not all(rows.values()):
+        counts = ", ".join(f"{count} rows for {split}" for split, count in rows.items())
+        raise ValueError(f"{name} has too little text to split: {counts}; give a larger dataset")
+    documents: dict[str, Documents] = {
+        split: lambda split=split: (_pieces(text) for text in _texts(parts, split))  # type: ignore[misc]
+        for split in rows
+    }
+    return Survey(digest.hexdigest(), documents)
+
+
+def _texts(parts: dict[str, Any], split: str) -> Iterator[bytes]:
+    """Rows that are not empty, as UTF-8."""
+    own = split in parts and "validation" in parts
+    for batch in (parts[split] if own else parts["train"]).iter(batch_size=1000):
+        for row in batch[COLUMN]:
+            text = (row or "").encode()
+            if text and (own or is_validation(hashlib.sha256(text).hexdigest()) == (split == "validation")):
+                yield text
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    return cut_pieces(text[start : start + PIECE] for start in range(0, len(text), PIECE))

@@ -1,0 +1,192 @@
+"""Image-caption pairs for CLIP: opened once into one memory-mapped array, then served like text.
+
+    emoji      pictures with their Unicode names (extra `clip`), about 1,900
+    shapes     480 coloured shapes drawn here, for tests
+    a path     webdataset shards: a folder, one .tar, or name-{000..017}.tar
+
+Pairs with the pixels or the caption of another are dropped, and the split is by the hash of the concept.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trimtab.data.cache import build_folder, cache_dir, read_json, write_json
+from trimtab.data.order import check_rank, check_share, permute, read_position
+from trimtab.data.pictures import Pair, draw_emoji, draw_shapes, drop_duplicates, emoji_versions
+from trimtab.data.shards import find_shards, read_pairs
+from trimtab.data.sources import fingerprint_files, hash_file, is_validation
+
+FORMAT = 1  # of a cache folder
+SMALLEST, LARGEST = 8, 512  # pixels per side
+# Those of the pictures CLIP was trained on (Radford et al. 2021), which every CLIP since expects.
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pictures of two splits with their captions.
+
+    Attributes:
+        size: pixels per side.
+        sha256: of all pixels and captions.
+    """
+
+    name: str
+    size: int
+    sha256: str
+    pixels: NDArray[np.uint8]  # [pairs, S, S, 3], memory-mapped
+    texts: list[tuple[str, str]]  # caption and concept of each
+    splits: dict[str, NDArray[np.int64]]  # which pairs
+
+    def indices(self, split: str) -> NDArray[np.int64]:
+        if split not in self.splits:
+            raise ValueError(f"unknown split {split!r}; try one of {', '.join(self.splits)}")
+        return self.splits[split]
+
+    def captions(self, split: str) -> list[str]:
+        return [self.texts[i][0] for i in self.indices(split)]
+
+    def concepts(self, split: str) -> list[str]:
+        return [self.texts[i][1] for i in self.indices(split)]
+
+    def images(self, split: str) -> Tensor:
+        """All pictures of a split, float32 [pairs, 3, S, S], normalised: for evaluation."""
+        return normalize(self.pixels[self.indices(split)])
+
+    def pairs(self, split: str) -> Iterator[Pair]:
+        """As they were drawn, for `pack_pairs`."""
+        return (Pair(np.array(self.pixels[i]), *self.texts[i]) for i in self.indices(split))
+
+
+class PairBatches:
+    """Endless batches of pairs, in an order that depends on the seed alone.
+
+    No pair is twice in a batch, which would make its own picture a wrong answer: the end of an epoch that is too small
+    for a batch is passed over, and another permutation follows.
+
+    Args:
+        tokenizer: from captions to ids; without one `captions` stay text.
+    """
+
+    def __init__(
+        self,
+        pairs: Pairs,
+        split: str = "train",
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        tokenizer: Callable[[list[str]], Tensor] | None = None,
+    ) -> None:
+        check_rank(rank, world)
+        self.pairs, self.split, self.tokenizer = pairs, split, tokenizer
+        self.chosen = pairs.indices(split)
+        if not len(self.chosen):
+            raise ValueError(f"the {split} split of {pairs.name} is empty")
+        self.seed, self.rank, self.world, self.position = seed, rank, world, 0
+        self._identity = {"pairs": pairs.sha256, "split": split, "seed": seed}
+
+    @property
+    def epoch(self) -> float:
+        return self.position / len(self.chosen)
+
+    def next(self, batch: int) -> dict[str, Any]:
+        """This process's pairs of the next global batch: `images` float32 [batch / world, 3, S, S] and `captions`."""
+        share, size = check_share(batch, self.world), len(self.chosen)
+        if batch > size:
+            raise ValueError(
+                f"batch={batch} is more than the {size} pairs of {self.pairs.name}; try batch={size} or less"
+            )
+        if self.position % size + batch > size:
+            self.position += -self.position % size
+        epoch, place = divmod(self.position, size)
+        places = np.arange(place + self.rank * share, place + (self.rank + 1) * share)
+        chosen = self.chosen[permute(places, size, self.seed, epoch)]
+        self.position += batch
+        captions = [self.pairs.texts[i][0] for i in chosen.tolist()]
+        images = normalize(self.pairs.pixels[chosen])
+        return {"images": images, "captions": self.tokenizer(captions) if self.tokenizer else captions}
+
+    def state(self) -> dict[str, Any]:
+        return {**self._identity, "position": self.position}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.position = read_position(state, self._identity)
+
+
+def open_pairs(name_or_path: str | Path = "emoji", *, size: int = 32, cache: str | Path | None = None) -> Pairs:
+    """Open pairs with pictures of size x size pixels, from the cache if they were opened before."""
+    if type(size) is not int or not SMALLEST <= size <= LARGEST:
+        raise ValueError(f"size must be {SMALLEST} ... {LARGEST} pixels per side, got {size!r}; 32 is the default")
+    name = str(name_or_path)
+    identity, draw = _find(name, size)
+    folder = cache_dir(cache) / "pairs" / f"{identity}-{size}px-v{FORMAT}"
+    build_folder(folder, lambda work: _fill(work, draw(), size, name), _is_whole)
+    meta = read_json(folder / "meta.json")
+    assert meta is not None, "_is_whole has just read it"
+    pixels = np.lib.format.open_memmap(folder / "pixels.npy", mode="r")
+    texts = [(caption, concept) for caption, concept in meta["texts"]]
+    return Pairs(name, size, meta["sha256"], pixels, texts, _split([concept for _, concept in texts]))
+
+
+def normalize(pixels: NDArray[np.uint8]) -> Tensor:
+    """uint8 [N, S, S, 3] to float32 [N, 3, S, S] with CLIP's mean and deviation."""
+    mean, deviation = torch.tensor(MEAN), torch.tensor(DEVIATION)
+    scaled = (torch.from_numpy(np.array(pixels)) / 255 - mean) / deviation
+    return scaled.permute(0, 3, 1, 2).contiguous()
+
+
+def _find(name: str, size: int) -> tuple[str, Callable[[], Iterator[Pair]]]:
+    """What names these pairs in the cache, and how to draw them."""
+    if name == "shapes":
+        return "shapes", lambda: draw_shapes(size)
+    if name == "emoji":
+        return f"emoji-{emoji_versions()}", lambda: draw_emoji(size)
+    if not (name.endswith((".tar", "}")) or Path(name).is_dir()):
+        raise ValueError(f"no pairs at {name!r}; try 'emoji', 'shapes', a .tar file or a folder of them")
+    shards = find_shards(name)
+    mark = fingerprint_files(shard.resolve() for shard in shards)
+    return f"shards-{mark[:32]}", lambda: read_pairs(shards, size)
+
+
+def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> None:
+    """One pass, straight to disk: the count is known at the end, so the header is written then."""
+    texts, digest = [], hashlib.sha256()
+    with open(folder / "raw", "wb") as raw:
+        for pair in drop_duplicates(pairs):
+            raw.write(pair.pixels.tobytes())
+            texts.append((pair.caption, pair.concept))
+    if len(texts) < 2:
+        raise ValueError(f"{name} has {len(texts)} different pairs; two are the least that can be told apart")
+    flat = np.memmap(folder / "raw", np.uint8, mode="r", shape=(len(texts), size, size, 3))
+    np.save(folder / "pixels.npy", flat)
+    del flat
+    (folder / "raw").unlink()
+    digest.update(hash_file(folder / "pixels.npy").encode() + json.dumps(texts).encode())
+    meta = {"texts": texts, "sha256": digest.hexdigest(), "bytes": (folder / "pixels.npy").stat().st_size}
+    write_json(folder / "meta.json", meta)
+
+
+def _is_whole(folder: Path) -> bool:
+    meta = read_json(folder / "meta.json")
+    pixels = folder / "pixels.npy"
+    return meta is not None and pixels.is_file() and pixels.stat().st_size == meta["bytes"]
+
+
+def _split(concepts: list[str]) -> dict[str, NDArray[np.int64]]:
+    hashes = {concept: hashlib.sha256(concept.encode()).hexdigest() for concept in set(concepts)}
+    held_out = {concept for concept, digest in hashes.items() if is_validation(digest)}
+    if not held_out:
+        held_out = {min(hashes, key=lambda concept: hashes[concept])}
+    validation = np.array([concept in held_out for concept in concepts])
+    return {"train": np.flatnonzero(~validation), "validation": np.flatnonzero(validation)}

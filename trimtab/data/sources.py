@@ -1,0 +1,248 @@
+"""Where text comes from: files, folders and the Python standard library, split into training and validation.
+
+A source is surveyed before anything is written: every file is read once for its sha256 and to see that it is UTF-8
+text. Files are split by their hash, so a file stays on its side when others come and go, and copies of it stay
+together. A single file gives its last tenth; a folder with `train.*` and `valid.*` keeps its own split.
+
+Reading is by pieces of at most a megabyte cut at ends of lines, so that a corpus may be larger than the memory.
+"""
+
+import codecs
+import hashlib
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PIECE = 1 << 20  # bytes
+VALIDATION = 0.1  # share of the files, or of a single file's bytes
+VALIDATION_NAMES = ("val", "valid", "validation", "dev")
+# Tests are four fifths of what is left out, and hardly text: tables, byte strings, broken files kept on purpose.
+NOT_SOURCES = {"__pycache__", "site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test"}
+
+Documents = Callable[[], Iterator[Iterator[bytes]]]  # every document as pieces of UTF-8 text, as often as asked
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What reading a source once has told."""
+
+    sha256: str  # of a file; for several, of the lines that `sha256sum` prints for them, sorted by name
+    documents: dict[str, Documents]  # by split
+    skipped: tuple[str, ...] = ()  # files that are not text
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text that may or may not be in the cache already."""
+
+    name: str
+    fingerprint: str  # cheap, and another one when the text changes: names, sizes and times, not contents
+    survey: Callable[[], Survey]
+
+
+@dataclass(frozen=True)
+class TextFile:
+    path: Path
+    name: str
+    sha256: str
+    start: int = 0
+    stop: int = 0  # bytes
+
+
+def find_stdlib() -> Source:
+    """The sources of the running Python, without its tests: no download, and every machine has them."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in _walk(root, NOT_SOURCES) if path.suffix == ".py"]
+    if not paths:
+        raise ValueError(f"this Python keeps no sources in {root}; give a file or a folder of text instead of 'stdlib'")
+    return _make_source("stdlib", root, paths)
+
+
+def find_files(path: Path) -> Source:
+    """One text file, or every text file in a folder and below, hidden ones left out."""
+    if path.is_file():
+        return _make_source(str(path), path.parent, [path])
+    if not path.is_dir():
+        raise ValueError(f"no corpus at {path}: give 'stdlib', a text file, a folder, a .bin file or 'hf:<dataset>'")
+    paths = list(_walk(path, set()))
+    if not paths:
+        raise ValueError(f"{path} is an empty folder; put text files in it, or use 'stdlib'")
+    return _make_source(str(path), path, paths)
+
+
+def sha256_of(paths: Iterable[tuple[str, str]]) -> str:
+    """The sha256 of many from (name, sha256) of each: what `sha256sum * | sha256sum` prints."""
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in paths).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(PIECE):
+                digest.update(chunk)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def is_validation(digest: str) -> bool:
+    return int(digest[:8], 16) < VALIDATION * 2**32
+
+
+def fingerprint_files(paths: Iterable[Path]) -> str:
+    stats = ((path, path.stat()) for path in paths)
+    return hashlib.sha256(
+        "".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n" for path, stat in stats).encode()
+    ).hexdigest()
+
+
+def cut_pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in pieces that end at an end of line, or at least of a character."""
+    rest = b""
+    for chunk in chunks:
+        rest += chunk
+        cut = rest.rfind(b"\n") + 1 or _character_start(rest, len(rest))
+        if cut:
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _make_source(name: str, root: Path, paths: list[Path]) -> Source:
+    # Sorted by name as text: the order must not depend on the system.
+    named = sorted((path.relative_to(root).as_posix(), path.resolve()) for path in paths)
+    return Source(name, fingerprint_files(path for _, path in named), lambda: _survey(name, named))
+
+
+def _walk(root: Path, leave_out: set[str]) -> Iterator[Path]:
+    for path in sorted(root.iterdir()):
+        if path.name.startswith(".") or path.name in leave_out:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _walk(path, leave_out)
+        elif path.is_file():
+            yield path
+
+
+def _survey(name: str, named: list[tuple[str, Path]]) -> Survey:
+    files, skipped = [], []
+    for relative, path in named:
+        digest, wrong = _inspect(path)
+        if wrong:
+            skipped.append(f"{relative} ({wrong})")
+        elif path.stat().st_size:  # an empty document would be two end tokens in a row
+            files.append(TextFile(path, relative, digest, 0, path.stat().st_size))
+    if not files:
+        reason = f"not UTF-8 text: {skipped[0]}" if skipped else "empty"
+        raise ValueError(f"{name} holds no text ({reason}); a corpus is UTF-8 text or a .bin file of tokens")
+    sha256 = files[0].sha256 if len(named) == 1 else sha256_of((file.name, file.sha256) for file in files)
+    documents: dict[str, Documents] = {
+        split: lambda part=part: (_read(file) for file in part)  # type: ignore[misc]
+        for split, part in _split(files).items()
+    }
+    return Survey(sha256, documents, tuple(skipped))
+
+
+def _inspect(path: Path) -> tuple[str, str]:
+    """Return the sha256, and what keeps a file from being text, if anything."""
+    digest, decoder, wrong = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
+    with open(path, "rb") as file:
+        while chunk := file.read(PIECE):
+            digest.update(chunk)
+            if not wrong:
+                wrong = _find_wrong(decoder, chunk, False)
+    return digest.hexdigest(), wrong or _find_wrong(decoder, b"", True)
+
+
+def _find_wrong(decoder: codecs.IncrementalDecoder, chunk: bytes, final: bool) -> str:
+    if b"\0" in chunk:
+        return "has a zero byte"
+    try:
+        decoder.decode(chunk, final)
+    except UnicodeDecodeError as error:
+        return error.reason
+    return ""
+
+
+def _split(files: list[TextFile]) -> dict[str, list[TextFile]]:
+    if len(files) == 1:
+        return _split_one(files[0])
+    named = _split_by_name(files)
+    if named is not None:
+        return named
+    validation = [file for file in files if is_validation(file.sha256)]
+    if not validation:  # a few files may all have large hashes; the smallest one is what a larger share would take
+        validation = [min(files, key=lambda file: file.sha256)]
+    train = [file for file in files if file not in validation]
+    if not train:
+        train, validation = validation[:-1], validation[-1:]
+    return {"train": train, "validation": validation}
+
+
+def _split_by_name(files: list[TextFile]) -> dict[str, list[TextFile]] | None:
+    """The split a folder brings: nothing but `train`, a validation name and perhaps `test`, which stays unread."""
+    parts: dict[str, list[TextFile]] = {"train": [], "validation": [], "test": []}
+    for file in files:
+        stem = file.path.name.split(".")[0]
+        part = "validation" if stem in VALIDATION_NAMES else stem
+        if part not in parts:
+            return None
+        parts[part].append(file)
+    del parts["test"]
+    return parts if all(parts.values()) else None
+
+
+def _split_one(file: TextFile) -> dict[str, list[TextFile]]:
+    """The last tenth, from the beginning of a line where there is one, else of a character."""
+    size = file.stop
+    cut = size - max(int(size * VALIDATION), 1)
+    with open(file.path, "rb") as handle:
+        handle.seek(cut)
+        ahead = handle.read(PIECE)
+        line = cut + ahead.find(b"\n") + 1
+        if cut < line < size:
+            cut = line
+        else:
+            handle.seek(max(cut - 3, 0))
+            cut = max(cut - 3, 0) + _character_start(handle.read(4), cut - max(cut - 3, 0))
+    parts = {"train": (0, cut), "validation": (cut, size)}
+    return {
+        split: [TextFile(file.path, file.name, file.sha256, start, stop)] if start < stop else []
+        for split, (start, stop) in parts.items()
+    }
+
+
+def _character_start(text: bytes, cut: int) -> int:
+    """The last place at or before `cut` where no UTF-8 character is cut in two."""
+    start = cut
+    while start > 0 and (start == len(text) or text[start] & 0xC0 == 0x80):
+        start -= 1
+    # At the very end the last character may be whole.
+    return cut if cut == len(text) and _is_whole(text[start:]) else start
+
+
+def _is_whole(character: bytes) -> bool:
+    try:
+        character.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _read(file: TextFile) -> Iterator[bytes]:
+    return cut_pieces(_chunks(file))
+
+
+def _chunks(file: TextFile) -> Iterator[bytes]:
+    with open(file.path, "rb") as handle:
+        handle.seek(file.start)
+        left = file.stop - file.start
+        while left:
+            chunk = handle.read(min(PIECE, left))
+            if not chunk:
+                raise ValueError(f"{file.path} became shorter while it was read; try again when nobody writes to it")
+            left -= len(chunk)
+            yield chunk

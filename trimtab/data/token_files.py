@@ -1,0 +1,107 @@
+"""nanoGPT's token files: `.bin`, raw little-endian uint16 and nothing else, `train.bin` beside `val.bin`.
+
+They carry neither vocabulary nor tokenizer (nanoGPT keeps those in a pickle, which is never opened here). The
+vocabulary is the largest id plus one, unless a `tokenizer.json` is given or lies beside the file. A `meta.json` with
+{"dtype": "uint32"} beside it announces wide ids.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.data.cache import read_json, write_json
+from trimtab.data.sources import VALIDATION, VALIDATION_NAMES, fingerprint_files, hash_file, sha256_of
+from trimtab.data.tokenizers import Ids, TextTokenizer, load_tokenizer
+
+CHUNK = 1 << 22  # tokens read at once
+
+
+def holds_tokens(path: Path) -> bool:
+    return path.suffix == ".bin" or (path / "train.bin").is_file()
+
+
+def open_token_files(
+    path: Path, spec: str, root: Path
+) -> tuple[dict[str, NDArray[Any]], TextTokenizer, str, dict[Path, str]]:
+    """Return splits, tokenizer, sha256, and that of each file. A single file gives its last tenth to validation."""
+    files = _find(path)
+    dtype = _dtype(files[0].parent)
+    parts = [map_tokens(file, dtype.name) for file in files]
+    summary = _summary(files, dtype, root)
+    tokenizer = _tokenizer(files[0].parent, spec, summary["vocab"], dtype)
+    if len(parts) == 1:
+        cut = len(parts[0]) - int(len(parts[0]) * VALIDATION)
+        parts = [parts[0][:cut], parts[0][cut:]]
+    hashes = dict(zip(files, summary["files"], strict=True))
+    return {"train": parts[0], "validation": parts[1]}, tokenizer, summary["sha256"], hashes
+
+
+def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
+    """Memory-map a token file; reading is by the page, and processes share them."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size % kind.itemsize:
+        raise ValueError(f"{path} has {size} bytes, not a whole number of {dtype} tokens; it is cut or something else")
+    # An empty file cannot be mapped.
+    return np.memmap(path, kind, mode="r") if size else np.empty(0, kind)
+
+
+def _find(path: Path) -> list[Path]:
+    if not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"no token file at {path}")
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty; a token file is raw uint16, as nanoGPT's prepare.py writes")
+        return [path]
+    validation = [path / f"{name}.bin" for name in VALIDATION_NAMES if (path / f"{name}.bin").is_file()]
+    if not validation:
+        raise ValueError(f"{path} has train.bin but no val.bin; put one there, or give train.bin to have it split")
+    return [path / "train.bin", validation[0]]
+
+
+def _dtype(folder: Path) -> np.dtype[Any]:
+    name = (read_json(folder / "meta.json") or {}).get("dtype", "uint16")
+    if name not in ("uint16", "uint32"):
+        raise ValueError(f"{folder / 'meta.json'} has dtype {name!r}; tokens are uint16 or uint32")
+    return np.dtype(name)
+
+
+def _summary(files: list[Path], dtype: np.dtype[Any], root: Path) -> dict[str, Any]:
+    """The sha256 and the vocabulary, which take a reading of everything: remembered while the files stay the same."""
+    resolved = [file.resolve() for file in files]
+    listing = root / "listings" / f"{fingerprint_files(resolved)}-{dtype.name}.json"
+    known = read_json(listing)
+    if known is None:
+        digests = [(file.name, hash_file(file)) for file in files]
+        sha256 = digests[0][1] if len(files) == 1 else sha256_of(digests)
+        vocab = max(_largest(map_tokens(file, dtype.name)) for file in files) + 1
+        known = {"sha256": sha256, "files": [digest for _, digest in digests], "vocab": vocab}
+        write_json(listing, known)
+    return known
+
+
+def _largest(tokens: NDArray[Any]) -> int:
+    starts = range(0, len(tokens), CHUNK)
+    return max((int(tokens[start : start + CHUNK].max()) for start in starts), default=0)
+
+
+def _tokenizer(folder: Path, spec: str, vocab: int, dtype: np.dtype[Any]) -> TextTokenizer:
+    beside = folder / "tokenizer.json"
+    if spec.startswith("file:"):
+        tokenizer = load_tokenizer(spec.removeprefix("file:"))
+    elif spec != "bytes":
+        raise ValueError(
+            f"{folder} holds tokens already; tokenizer={spec!r} cannot change them, 'file:...' names theirs"
+        )
+    else:
+        tokenizer = load_tokenizer(beside) if beside.is_file() else Ids(vocab)
+    if vocab > tokenizer.vocab:
+        raise ValueError(f"{folder} has token {vocab - 1}, outside the tokenizer's vocabulary of {tokenizer.vocab}")
+    if tokenizer.vocab > np.iinfo(dtype).max + 1:
+        raise ValueError(
+            f"a vocabulary of {tokenizer.vocab} does not fit {dtype.name} tokens; if {folder} holds wider ones, "
+            'put {"dtype": "uint32"} in its meta.json'
+        )
+    return tokenizer

@@ -1,0 +1,191 @@
+"""Text to token ids and back: one token per byte, or byte-pair encoding (BPE) learned from the corpus itself.
+
+    bytes        257 ids: the bytes, and the end of a document. Nothing to learn, nothing to load.
+    bpe:4096     4096 ids: byte-level BPE as in GPT-2, trained offline by the package `tokenizers`, and the end.
+    file:x.json  a Hugging Face tokenizer.json, for token files made elsewhere.
+
+The end token is no text: no document can contain it, however it is written, so documents never run into each other.
+All three give a text back exactly.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trimtab.data.extras import load_extra
+
+END = "<|end|>"  # how `decode` shows the end of a document
+FOREIGN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what others call theirs
+SMALLEST_BPE = 257  # all bytes and the end
+LEARN_BYTES = 64 << 20  # BPE learns from the first 64 MB: later text hardly changes the merges
+
+
+class TextTokenizer(ABC):
+    """What all share.
+
+    Attributes:
+        vocab: number of ids, the end among them.
+        end: the id between documents; None in a token file that does not say.
+    """
+
+    vocab: int
+    end: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without an end."""
+        ids: list[int] = self.encode_many([text.encode()])[0].tolist()
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, ends shown as `<|end|>`, bytes that are no character as U+FFFD."""
+        parts: list[list[int]] = [[]]
+        for i in map(int, ids):
+            if not 0 <= i < self.vocab:
+                raise ValueError(f"token {i} is outside this vocabulary of {self.vocab}; was another tokenizer used?")
+            if i == self.end:
+                parts.append([])
+            else:
+                parts[-1].append(i)
+        return END.join(map(self.join, parts))
+
+    @abstractmethod
+    def encode_many(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
+        """Ids of several pieces of UTF-8 text."""
+
+    @abstractmethod
+    def join(self, ids: list[int]) -> str:
+        """The text of ids that are not ends."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """JSON from which `load_tokenizer` makes it again."""
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.describe()), encoding="utf-8")
+
+
+class Bytes(TextTokenizer):
+    vocab, end = 257, 256
+
+    def encode_many(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
+        return [np.frombuffer(piece, np.uint8) for piece in pieces]
+
+    def join(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+class BPE(TextTokenizer):
+    """A tokenizer of the package `tokenizers`, given as its JSON. Without a token for the end it gets one more id."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        library = load_extra("tokenizers", extra="hf", purpose="byte-pair encoding")
+        try:
+            self.inner = library.Tokenizer.from_str(json.dumps(described))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"not a tokenizer.json of the package tokenizers: {error}") from None
+        # "</s>" written in a document is four characters, not the end of it.
+        self.inner.encode_special_tokens = True
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        ends = [self.inner.token_to_id(name) for name in FOREIGN_ENDS]
+        size = self.inner.get_vocab_size(with_added_tokens=True)
+        self.end = next((i for i in ends if i is not None), size)
+        self.vocab = max(size, self.end + 1)
+
+    def encode_many(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
+        encodings = self.inner.encode_batch([piece.decode() for piece in pieces], add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
+
+    def join(self, ids: list[int]) -> str:
+        text: str = self.inner.decode(ids, skip_special_tokens=False)
+        return text
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "bpe", "tokenizer": json.loads(self.inner.to_str())}
+
+
+class Ids(TextTokenizer):
+    """The ids of a token file that came without its tokenizer."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        # nanoGPT's files are GPT-2's, whose last id ends a document; any other vocabulary does not say.
+        self.end = 50256 if vocab == 50257 else None
+
+    def encode_many(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
+        raise ValueError("these tokens came without a tokenizer; open them with tokenizer='file:tokenizer.json'")
+
+    def join(self, ids: list[int]) -> str:
+        raise ValueError("these tokens came without a tokenizer; open them with tokenizer='file:tokenizer.json'")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "ids", "vocab": self.vocab}
+
+
+def make_tokenizer(spec: str, pieces: Iterable[bytes]) -> TextTokenizer:
+    """The tokenizer a spec names, trained on the pieces if it has to be."""
+    check_spec(spec)
+    kind, _, rest = spec.partition(":")
+    if kind == "bytes":
+        return Bytes()
+    return load_tokenizer(rest) if kind == "file" else train_bpe(pieces, int(rest))
+
+
+def check_spec(spec: str) -> None:
+    """Refuse a spec before anything is read or written for it."""
+    kind, _, rest = spec.partition(":")
+    if spec == "bytes" or (kind == "file" and rest):
+        return
+    if kind != "bpe" or not rest.isdecimal():
+        raise ValueError(f"unknown tokenizer {spec!r}; try 'bytes', 'bpe:4096' or 'file:tokenizer.json'")
+    if int(rest) < SMALLEST_BPE:
+        raise ValueError(f"tokenizer {spec!r} is too small for 256 bytes and an end; try 'bpe:{SMALLEST_BPE}' or more")
+    load_extra("tokenizers", extra="hf", purpose=f"tokenizer {spec!r}")
+
+
+def train_bpe(pieces: Iterable[bytes], vocab: int) -> BPE:
+    """Learn merges until there are `vocab` ids with the end, or nothing is left to merge: `.vocab` says."""
+    library = load_extra("tokenizers", extra="hf", purpose="training a byte-pair encoding")
+    load_extra("tokenizers.trainers", extra="hf", purpose="training a byte-pair encoding")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    trainer = library.trainers.BpeTrainer(vocab_size=vocab - 1, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator((piece.decode() for piece in _first(pieces, LEARN_BYTES)), trainer)
+    return BPE(json.loads(tokenizer.to_str()))
+
+
+def load_tokenizer(path: str | Path) -> TextTokenizer:
+    """Read what `save` wrote, or a Hugging Face tokenizer.json."""
+    try:
+        described = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
+    if isinstance(described, dict) and "model" in described:
+        return BPE(described)
+    kind = described.get("kind") if isinstance(described, dict) else None
+    if kind == "bytes":
+        return Bytes()
+    if kind == "bpe":
+        return BPE(described["tokenizer"])
+    if kind == "ids":
+        return Ids(described["vocab"])
+    raise ValueError(f"{path} is no tokenizer: it has neither a 'model' nor one of the kinds bytes, bpe and ids")
+
+
+def _first(pieces: Iterable[bytes], count: int) -> Iterator[bytes]:
+    """Pieces until there are `count` bytes."""
+    for piece in pieces:
+        yield piece
+        count -= len(piece)
+        if count <= 0:
+            return
