@@ -7,6 +7,7 @@ compared with; both cut the tokens per step, so the two together are refused unl
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.schedule.checks import check_clock, check_whole
 
@@ -49,10 +50,14 @@ class BatchWarmup:
         return rows
 
 
-def check_one_warmup(seqlen: object | None, batch: object | None, *, force: bool = False) -> None:
+def check_one_warmup(seqlen: Any, batch: Any, *, force: bool = False) -> None:
     """Refuse sequence length warmup and batch-size warm-up in one run: together they cut the tokens per step twice."""
-    if seqlen is not None and isinstance(batch, BatchWarmup) and not force:
+    if _changes(seqlen) and _changes(batch) and not force:
         raise ValueError(
-            f"sequence length warmup and batch-size warm-up both cut the tokens per step; try batch={batch.end} "
-            "without warm-up, or force it"
+            "sequence length warmup and batch-size warm-up both cut the tokens per step; try the full batch from the "
+            "first step, or force it"
         )
+
+
+def _changes(schedule: Any) -> bool:
+    return hasattr(schedule, "end") and getattr(schedule, "start", 0) < schedule.end

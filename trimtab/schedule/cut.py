@@ -48,6 +48,12 @@ def cut(batch: Any, length: int, *, mode: Mode = "truncate", extra: int = 0) -> 
     return _cut_sequence((batch,), length, mode, extra)[0]
 
 
+def kept(row: int, length: int, mode: Mode) -> int:
+    """How many of a row's tokens are left."""
+    length = min(length, row)
+    return row - row % length if mode == "reshape" else length
+
+
 @dataclass(frozen=True)
 class _Cut:
     rows: int  # B

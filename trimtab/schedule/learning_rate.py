@@ -97,7 +97,8 @@ class LearningRate:
                 f"decay=0 leaves the end to the length of the run; try ending({self.decay_unit}=...).at(...)"
             )
         now = step if self.warmup_unit == "steps" else tokens
-        if now < self.warmup:
+        # The last step of a warm-up by steps is still part of it: nobody knows yet how many tokens it took.
+        if self.warmup and now <= self.warmup:
             return peak * (now / self.warmup)
         if self.kind == "constant":
             return peak

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trimtab.schedule.batch_size import BatchWarmup, check_one_warmup
+from trimtab.schedule.cut import kept
 from trimtab.schedule.learning_rate import LearningRate
 from trimtab.schedule.seqlen import Lengths
 
@@ -99,10 +100,10 @@ class _Walk:
         while (self.steps is None or step < self.steps) and (self.tokens is None or tokens < self.tokens):
             step += 1
             batch = self.batch.at(samples) if isinstance(self.batch, BatchWarmup) else self.batch
-            length, used = self.context, self.context
+            length = used = self.context
             if self.seqlen is not None:
                 length = min(self.seqlen.at(step), self.context)
-                used = self.context - self.seqlen.dropped(self.context, step)
+                used = kept(self.context, length, self.seqlen.cut_mode)
             yield _Step(step, samples, tokens, length, batch, batch * used)
             samples += batch
             tokens += batch * used

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trimtab.schedule.checks import check_choice, check_clock, check_number, check_rising, check_whole
-from trimtab.schedule.cut import Mode, cut
+from trimtab.schedule.cut import Mode, cut, kept
 
 Kind = Literal["linear", "root", "discrete", "two-stage", "mixed"]
 
@@ -62,12 +62,11 @@ class Lengths:
 
     def tokens_at(self, step: int) -> int:
         """Tokens that survive of each row of `end` tokens. Those that are cut off are never counted."""
-        return self.end - self.dropped(self.end, step)
+        return kept(self.end, self.at(step), self.cut_mode)
 
     def dropped(self, row: int, step: int) -> int:
         """How many of a row's tokens this step does not train on."""
-        length = min(self.at(step), row)
-        return row % length if self.cut_mode == "reshape" else row - length
+        return row - kept(row, self.at(step), self.cut_mode)
 
     def count_tokens(self, batch: int, steps: int) -> int:
         """Tokens consumed by steps 1 to `steps` with `batch` rows of `end` tokens each."""
@@ -172,14 +171,15 @@ class SeqLenWarmup(Lengths):
         return min(max(length - length % self.multiple, self.start), self.end)
 
     def _draw(self, step: int) -> int:
-        # A generator of its own for every step, so that any step can be asked for without those before it. Seeding with
-        # a string goes through SHA-512, the same in every process and Python.
-        return random.Random(f"{self.seed} {step}").choice(self.buckets())
+        # A generator of its own for every step, so that any step can be asked for without those before it. Python
+        # promises that this seeding and `random()` stay as they are, and does not for `choice`.
+        buckets = self.buckets()
+        return buckets[int(random.Random(f"{self.seed} {step}").random() * len(buckets))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomSeqLen(Lengths):
-    """Lengths by a function of the step. Apart, because a function has no place in a config file or on a command line."""
+    """Lengths by a function of the step. A class of its own: a function has no place in a config file."""
 
     function: Callable[[int], int]
     end: int
@@ -206,7 +206,8 @@ def _check_lengths(warmup: SeqLenWarmup) -> None:
     if not warmup.lengths:
         if warmup.kind == "discrete":
             raise ValueError("kind='discrete' has no lengths; try lengths=(64, 256, 1024) and until=(1000, 2000)")
-        if warmup.start % warmup.multiple:
+        # Where nothing changes nothing is rounded: start == end is a constant length, whatever it is.
+        if warmup.start < warmup.end and warmup.start % warmup.multiple:
             down = warmup.start - warmup.start % warmup.multiple
             raise ValueError(
                 f"start={warmup.start} is not a multiple of {warmup.multiple}, to which lengths are rounded; "
