@@ -1,10 +1,196 @@
-"""Words a person typed, turned into one call."""
+"""Words a person typed, turned into one call.
 
+    trimtab train RECIPE [--out DIR] [--optim.lr 1e-2 ...]      train, or go on where a run was stopped:
+    trimtab resume DIR
+    trimtab eval DIR, trimtab sample DIR                        what it is worth, and what it says
+    trimtab recipes, trimtab schedule RECIPE                    what there is, and what it will do
+    trimtab doctor                                              is this installation well?
+
+Nothing heavy is imported before it is needed: --help must answer at once.
+"""
+
+import ast
+import difflib
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
-import tyro
-from rich.console import Console
-from rich.table import Table
+VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
+BAD_INPUT = 2
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """The `trimtab` command."""
+    given = list(sys.argv[1:] if words is None else words)
+    if not given or given[0] in ("-h", "--help"):
+        print(_help())
+        sys.exit(0 if given else BAD_INPUT)
+    verb, *rest = given
+    if verb not in VERBS:
+        _refuse(f"unknown command {verb!r}{_did_you_mean(verb, VERBS)}; `trimtab --help` lists them")
+    sys.exit(VERBS[verb][1](rest))
+
+
+def _verb(name: str, summary: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    def register(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        VERBS[name] = summary, function
+        return function
+
+    return register
+
+
+def _help() -> str:
+    lines = ["usage: trimtab COMMAND ...", "", "Stable, low-precision, memory-lean Transformer training.", ""]
+    lines += [f"  {name:10} {summary}" for name, (summary, _) in VERBS.items()]
+    return "\n".join([*lines, "", "`trimtab COMMAND --help` says what a command takes."])
+
+
+def _refuse(message: str) -> NoReturn:
+    """One clear line, and nothing done."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def _did_you_mean(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _parse(function: Callable[..., int], words: list[str], name: str) -> int:
+    """Let tyro read the words as the arguments of a function."""
+    import tyro
+
+    return int(tyro.cli(function, args=words, prog=f"trimtab {name}"))
+
+
+def _guarded(call: Callable[[], Any]) -> Any:
+    """Bad input ends in one line and exit code 2; our own mistakes keep their traceback."""
+    from trimtab.train import CheckpointError, RunError
+
+    try:
+        return call()
+    except (ValueError, RunError, CheckpointError, ImportError, PermissionError) as error:
+        _refuse(str(error))
+
+
+# --- Runs
+
+
+@_verb("train", "train a recipe: trimtab train gpt-tiny --optim.lr 1e-2")
+def _train(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: trimtab train RECIPE [--out DIR] [--FIELD VALUE ...]\n")
+        print(_list_recipes())
+        print("\n`trimtab train RECIPE --help` lists every field of a recipe.")
+        return 0 if words else BAD_INPUT
+    config, rest = _recipe(words[0]), words[1:]
+    out, rest = _take(rest, "--out")
+    config = _override(config, rest, f"trimtab train {words[0]}")
+    folder = Path(out) if out is not None else _free_folder(Path("runs"), words[0])
+    from trimtab.train import train
+
+    return _report(_guarded(lambda: train(config, folder)), folder)
+
+
+@_verb("resume", "go on with a run: trimtab resume runs/gpt-tiny")
+def _resume(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: trimtab resume DIR [--step N] [--force] [--FIELD VALUE ...]\n")
+        print("Goes on from the last checkpoint, or from that of step N. A changed field is refused without --force.")
+        return 0 if words else BAD_INPUT
+    folder, rest = Path(words[0]), words[1:]
+    step, rest = _take(rest, "--step")
+    force, rest = "--force" in rest, [word for word in rest if word != "--force"]
+    from trimtab.train import RunLog, resume
+
+    config, _ = _guarded(lambda: RunLog(folder).read_config())
+    config = _override(config, rest, f"trimtab resume {folder}")
+    number = None if step is None else _guarded(lambda: int(step))
+    return _report(_guarded(lambda: resume(folder, config, step=number, force=force)), folder)
+
+
+@_verb("eval", "validation loss of a run at full length; zero-shot accuracy of a CLIP")
+def _eval(words: list[str]) -> int:
+    def eval_(folder: Path, /, step: int | None = None, batches: int = 32) -> int:
+        """Score a run.
+
+        Args:
+            folder: of the run
+            step: of the checkpoint; the last one if left out, -1 for the best
+            batches: how many of the validation set
+        """
+        from trimtab.train import evaluate
+
+        for name, value in _guarded(lambda: evaluate(folder, step=step, batches=batches)).items():
+            print(f"{name:16} {value:.4f}" if isinstance(value, float) else f"{name:16} {value}")
+        return 0
+
+    return _parse(eval_, words, "eval")
+
+
+@_verb("sample", "text from a trained GPT")
+def _sample(words: list[str]) -> int:
+    def sample_(
+        folder: Path,
+        /,
+        prompt: str = "",
+        tokens: int = 300,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> int:
+        """Let a GPT write.
+
+        Args:
+            folder: of the run
+            prompt: what it goes on from
+            tokens: how many
+            temperature: 0 takes the likeliest token every time
+            top_k: draw among this many
+            seed: of the drawing
+            step: of the checkpoint; the last one if left out, -1 for the best
+        """
+        from trimtab.train import sample
+
+        write = partial(sample, folder, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k)
+        print(_guarded(lambda: write(seed=seed, step=step)))
+        return 0
+
+    return _parse(sample_, words, "sample")
+
+
+# --- What there is
+
+
+@_verb("recipes", "the runs that have a name")
+def _recipes(words: list[str]) -> int:
+    print(_list_recipes())
+    return 0
+
+
+@_verb("schedule", "what a recipe will do: learning rate, length and batch over the run")
+def _schedule(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: trimtab schedule RECIPE [--svg FILE] [--FIELD VALUE ...]")
+        return 0 if words else BAD_INPUT
+    svg, rest = _take(words[1:], "--svg")
+    config = _override(_recipe(words[0]), rest, f"trimtab schedule {words[0]}")
+    from trimtab.train.plan import draw_plan
+
+    picture = _guarded(lambda: draw_plan(config))
+    print(picture.text)
+    if svg is not None:
+        Path(svg).write_text(picture.svg)
+        print(f"wrote {svg}")
+    return 0
+
+
+@_verb("doctor", "which kernel serves each op here and why, and whether all are well")
+def _doctor(words: list[str]) -> int:
+    return _parse(doctor, words, "doctor")
 
 
 def doctor() -> int:
@@ -12,6 +198,9 @@ def doctor() -> int:
 
     Exits with 1 if something expected is broken.
     """
+    from rich.console import Console
+    from rich.table import Table
+
     from trimtab.ops.doctor import examine
 
     report = examine()
@@ -32,9 +221,73 @@ def doctor() -> int:
     return 1 if report.broken else 0
 
 
-def main() -> None:
-    """The `trimtab` command."""
-    sys.exit(tyro.extras.subcommand_cli_from_dict({"doctor": doctor}, prog="trimtab", description=__doc__))
+# --- Words
+
+
+def _recipe(name: str) -> Any:
+    from trimtab.recipes import RECIPES
+
+    if name not in RECIPES:
+        _refuse(f"unknown recipe {name!r}{_did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
+    return RECIPES[name]()
+
+
+def _list_recipes() -> str:
+    # Read, not imported: importing a recipe imports torch, and a list should not take seconds.
+    source = ast.parse((Path(__file__).parent / "recipes.py").read_text())
+    functions = {node.name: node for node in source.body if isinstance(node, ast.FunctionDef)}
+    table = next(node.value for node in source.body if isinstance(node, ast.AnnAssign))
+    assert isinstance(table, ast.Dict)
+    lines = []
+    for key, value in zip(table.keys, table.values, strict=True):
+        assert isinstance(key, ast.Constant)
+        assert isinstance(value, ast.Name)
+        summary = (ast.get_docstring(functions[value.id]) or "").split("\n")[0]
+        lines.append(f"  {key.value!s:14} {summary}")
+    return "\n".join(lines)
+
+
+def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
+    """An option that is ours and no field of a config."""
+    if option not in words:
+        return None, words
+    i = words.index(option)
+    if i + 1 == len(words):
+        _refuse(f"{option} needs a value")
+    return words[i + 1], words[:i] + words[i + 2 :]
+
+
+def _override(config: Any, words: list[str], prog: str) -> Any:
+    """A recipe with fields changed by dotted options, typed and checked."""
+    if not words:
+        return config
+    import tyro
+
+    return _guarded(
+        lambda: tyro.cli(
+            type(config),
+            default=config,
+            args=words,
+            prog=prog,
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+        )
+    )
+
+
+def _free_folder(parent: Path, name: str) -> Path:
+    folder, number = parent / name, 1
+    while folder.exists():
+        number += 1
+        folder = parent / f"{name}-{number}"
+    return folder
+
+
+def _report(result: dict[str, Any], folder: Path) -> int:
+    loss = "none" if result["validation_loss"] is None else f"{result['validation_loss']:.4f}"
+    clocks = f"{result['step']} steps, {result['tokens']:,} tokens, {result['seconds']:.0f} s"
+    print(f"{result['why']}: {clocks}, best validation loss {loss}")
+    print(f"the run is in {folder}")
+    return {"done": 0, "interrupted": 130, "terminated": 143}.get(result["why"], 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,183 @@
+"""Named runs: short functions that return a RunConfig. `trimtab recipes` lists them.
+
+The tiny and small ones train on a laptop and download nothing. The big ones carry the papers' hyper-parameters and want
+GPUs, and data of their own: `--data.corpus`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trimtab.nn import CLIP_SIZES, GPTConfig
+from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
+from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig
+
+
+def gpt_tiny() -> GPTRun:
+    """Four layers of 128 over the bytes of Python's standard library; about a minute on two cores."""
+    return _gpt(
+        GPTConfig(depth=4, width=128, heads=8, vocab=257, context=128, qk_norm="shared", z_loss=1e-4),
+        OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        steps=400,
+        batch=16,
+        warmup=40,
+        start=32,
+        eval_every=100,
+        checkpoint_every=200,
+    )
+
+
+def gpt_small() -> GPTRun:
+    """Eight layers of 512, SwitchBack and 8-bit StableAdamW, over the standard library; hours on two cores."""
+    model = GPTConfig(
+        depth=8, width=512, heads=8, vocab=257, context=256, qk_norm="shared", z_loss=1e-4, linear="switchback"
+    )
+    optim = OptimConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    return _gpt(model, optim, steps=3000, batch=32, warmup=200, start=64)
+
+
+def gpt2_117m() -> GPTRun:
+    """GPT-2 117M with 8x batch and 4x learning rate, made stable by sequence length warmup (Li et al. 2022)."""
+    return _gpt2(depth=12, width=768, heads=12, start=8, warmup_steps=20_000)
+
+
+def gpt2_1_5b() -> GPTRun:
+    """GPT-2 1.5B with 8x batch and 4x learning rate, made stable by sequence length warmup (Li et al. 2022)."""
+    return _gpt2(depth=48, width=1600, heads=25, start=64, warmup_steps=45_000)
+
+
+def gpt3_125m() -> GPTRun:
+    """GPT-3 125M with 8x batch, sequence length warmup from 72, 300 billion tokens (Li et al. 2022)."""
+    model = GPTConfig(
+        depth=12,
+        width=768,
+        heads=12,
+        vocab=50_257,
+        context=2048,
+        positions="learned",
+        tied=True,
+        bias=True,
+        norm_eps=1e-5,
+    )
+    lr = LearningRate(
+        kind="cosine", warmup=375_000_000, warmup_unit="tokens", decay=260_000_000_000, decay_unit="tokens", floor=6e-5
+    )
+    run = _gpt(
+        model,
+        OptimConfig(name="adamw", lr=2.4e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        steps=300_000,
+        batch=2048,
+        warmup=0,
+        start=72,
+        warmup_steps=27_638,
+        tokens=300_000_000_000,
+    )
+    return replace(run, schedule=replace(run.schedule, lr=lr), data=DataConfig(tokenizer="bpe:50257"), micro_batch=8)
+
+
+def clip_tiny() -> CLIPRun:
+    """A CLIP of 32-pixel emoji and their names, in bytes; about two minutes on two cores. Needs 'trimtab[clip]'."""
+    run = _clip(
+        "tiny", OptimConfig(lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2), steps=300, batch=128, warmup=50
+    )
+    return replace(run, data=DataConfig(corpus="emoji"), eval_every=50, eval_batches=1, checkpoint_every=150)
+
+
+def clip_vit_b32() -> CLIPRun:
+    """CLIP ViT-B/32 with StableAdamW and SwitchBack (Wortsman et al. 2023)."""
+    return _paper_clip("ViT-B/32")
+
+
+def clip_vit_l14() -> CLIPRun:
+    """CLIP ViT-L/14 with StableAdamW and SwitchBack (Wortsman et al. 2023)."""
+    return _paper_clip("ViT-L/14")
+
+
+def clip_vit_h14() -> CLIPRun:
+    """CLIP ViT-H/14 with StableAdamW and SwitchBack (Wortsman et al. 2023)."""
+    return _paper_clip("ViT-H/14")
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "gpt-tiny": gpt_tiny,
+    "gpt-small": gpt_small,
+    "gpt2-117m": gpt2_117m,
+    "gpt2-1.5b": gpt2_1_5b,
+    "gpt3-125m": gpt3_125m,
+    "clip-tiny": clip_tiny,
+    "clip-vit-b32": clip_vit_b32,
+    "clip-vit-l14": clip_vit_l14,
+    "clip-vit-h14": clip_vit_h14,
+}
+
+
+def _gpt(
+    model: GPTConfig,
+    optim: OptimConfig,
+    *,
+    steps: int,
+    batch: int,
+    warmup: int,
+    start: int,
+    warmup_steps: int | None = None,
+    tokens: int | None = None,
+    eval_every: int = 250,
+    checkpoint_every: int = 500,
+) -> GPTRun:
+    """Cosine by tokens to a fifteenth of the peak, lengths from `start` over a third of the run."""
+    lr = LearningRate(kind="cosine", warmup=warmup, decay_unit="tokens", floor=optim.lr / 15)
+    seqlen = SeqLenWarmup(start=start, end=model.context, steps=warmup_steps or steps // 3, multiple=8)
+    schedule = ScheduleConfig(lr=lr, seqlen=seqlen, batch=_constant(batch))
+    return GPTRun(
+        model=model,
+        optim=optim,
+        schedule=schedule,
+        steps=steps,
+        tokens=tokens,
+        batch=batch,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+    )
+
+
+def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) -> GPTRun:
+    model = GPTConfig(
+        depth=depth,
+        width=width,
+        heads=heads,
+        vocab=50_257,
+        context=1024,
+        positions="learned",
+        tied=True,
+        bias=True,
+        norm_eps=1e-5,
+    )
+    run = _gpt(
+        model,
+        OptimConfig(name="adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.01),
+        steps=75_000,
+        batch=4096,
+        warmup=3000,
+        start=start,
+        warmup_steps=warmup_steps,
+        tokens=157_286_400_000,
+    )
+    lr = replace(run.schedule.lr, floor=1e-5)
+    return replace(run, schedule=replace(run.schedule, lr=lr), data=DataConfig(tokenizer="bpe:50257"), micro_batch=8)
+
+
+def _clip(size: str, optim: OptimConfig, *, steps: int, batch: int, warmup: int) -> CLIPRun:
+    model = CLIP_SIZES[size]
+    seqlen = SeqLenWarmup(start=model.context, end=model.context, steps=1, multiple=1)
+    schedule = ScheduleConfig(lr=LearningRate(kind="cosine", warmup=warmup), seqlen=seqlen, batch=_constant(batch))
+    return CLIPRun(model=model, optim=optim, schedule=schedule, steps=steps, batch=batch)
+
+
+def _paper_clip(size: str) -> CLIPRun:
+    optim = OptimConfig(lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, clip_norm=None)
+    run = _clip(size, optim, steps=20_000, batch=16_384, warmup=5000)
+    model = replace(run.model, patch_dropout=0.5, linear="switchback", checkpointing=True)
+    return replace(run, model=model, data=DataConfig(corpus="emoji"), autocast="bfloat16", micro_batch=None)
+
+
+def _constant(batch: int) -> BatchWarmup:
+    return BatchWarmup(start=batch, increment=1, samples=1, end=batch)

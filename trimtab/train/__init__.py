@@ -1,0 +1,26 @@
+"""ONE RUN: config, loop, log, checkpoints, processes. `trimtab train RECIPE` is `train(config, folder)`."""
+
+from trimtab.train.checkpoint import CheckpointError, Checkpoints
+from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig
+from trimtab.train.evaluate import evaluate, load_run, sample
+from trimtab.train.log import RunError, RunLog, read_lines
+from trimtab.train.loop import resume, train
+
+__all__ = [
+    "CLIPRun",
+    "CheckpointError",
+    "Checkpoints",
+    "DataConfig",
+    "GPTRun",
+    "OptimConfig",
+    "RunConfig",
+    "RunError",
+    "RunLog",
+    "ScheduleConfig",
+    "evaluate",
+    "load_run",
+    "read_lines",
+    "resume",
+    "sample",
+    "train",
+]

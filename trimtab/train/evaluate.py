@@ -1,0 +1,106 @@
+"""What a trained run is worth: its validation loss at full length, and what it can do: text, or naming pictures."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.data import open_corpus, open_pairs
+from trimtab.nn import CLIP, GPT, ByteTokenizer
+from trimtab.train.build import build_task
+from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.config import CLIPRun, GPTRun, RunConfig
+from trimtab.train.log import RunError, RunLog
+from trimtab.train.processes import Processes
+
+
+def load_run(folder: Path, step: int | None = None) -> tuple[RunConfig, nn.Module, int]:
+    """The config and the model of a run, at its last checkpoint or at that of `step`; `-1` is the best one."""
+    config, _ = RunLog(folder).read_config()
+    checkpoints = Checkpoints(folder / "checkpoints", 1, Processes())
+    steps = checkpoints.list_steps()
+    if not steps:
+        raise RunError(f"{folder} has no complete checkpoint yet")
+    chosen = steps[-1] if step is None else checkpoints.best if step == -1 else step
+    if chosen not in steps:
+        raise RunError(f"{folder} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
+    model: nn.Module = GPT(config.model) if isinstance(config, GPTRun) else CLIP(config.model)  # type: ignore[attr-defined]
+    checkpoints.load(chosen, model, None)
+    return config, model.eval(), chosen
+
+
+@torch.no_grad()
+def evaluate(folder: Path, *, step: int | None = None, batches: int = 32) -> dict[str, Any]:
+    """Validation loss at full length; perplexity and bits per token for text, zero-shot accuracy for pictures."""
+    config, model, chosen = load_run(folder, step)
+    task = build_task(config, Processes())
+    task.model.load_state_dict(model.state_dict())
+    task.model.eval()
+    source = task.batches("validation", 0)
+    sums: dict[str, float] = {}
+    for _ in range(batches):
+        for name, x in task.evaluate(task.model, source.next(config.batch)).items():
+            sums[name] = sums.get(name, 0.0) + x.item() / batches
+    result: dict[str, Any] = {"step": chosen, **sums}
+    if isinstance(config, GPTRun):
+        result |= {"perplexity": math.exp(min(sums["loss"], 700)), "bits_per_token": sums["loss"] / math.log(2)}
+    elif isinstance(config, CLIPRun):
+        result |= zero_shot(config, task.model)
+    return result
+
+
+def zero_shot(config: CLIPRun, model: nn.Module) -> dict[str, Any]:
+    """Name each validation picture by the nearest of all validation captions, none of which was trained on."""
+    assert isinstance(model, CLIP)
+    pairs = open_pairs(config.data.corpus, size=config.model.image_size)
+    images, captions = pairs.load("validation")
+    names = sorted(set(captions))
+    tokens = ByteTokenizer(context=config.model.context).encode(names)
+    text = torch.cat([model.encode_text(part) for part in tokens.split(256)])
+    near = torch.cat([model.encode_image(part) @ text.t() for part in images.split(256)])
+    right = torch.tensor([names.index(caption) for caption in captions])
+    found = near.topk(min(5, len(names)), dim=1).indices == right[:, None]
+    return {
+        "zero_shot_top1": found[:, 0].float().mean().item(),
+        "zero_shot_top5": found.any(dim=1).float().mean().item(),
+        "chance": 1 / len(names),
+        "captions": len(names),
+    }
+
+
+@torch.no_grad()
+def sample(
+    folder: Path,
+    *,
+    prompt: str = "",
+    tokens: int = 300,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    step: int | None = None,
+) -> str:
+    """Text that a trained GPT goes on with."""
+    config, model, _ = load_run(folder, step)
+    if not isinstance(config, GPTRun):
+        raise RunError(f"{folder} holds a CLIP, which writes no text; `trimtab eval {folder}` says what it can do")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise RunError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
+    cache = None if config.data.cache is None else Path(config.data.cache)
+    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=cache)
+    ids = torch.tensor([[corpus.end, *corpus.encode(prompt)]])
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(tokens):
+        logits = model(ids[:, -config.model.context :])[0, -1, : corpus.vocab]
+        ids = torch.cat([ids, draw(logits, temperature, top_k, generator)[None]], dim=1)
+    return str(corpus.decode(ids[0, 1:].tolist()))
+
+
+def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """One token; the likeliest where the temperature is 0."""
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    if top_k is not None and top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -math.inf)
+    return torch.multinomial((logits / temperature).softmax(dim=0), 1, generator=generator)

@@ -1,0 +1,349 @@
+"""One run, top to bottom: lengths and rates from the schedules, batches, backward, step, log, evaluation, checkpoint.
+
+Four clocks, kept apart: steps (sequence length and warm-up run on them), samples (the position in the data), tokens
+(decay and the end of the run), seconds. Only tokens that were really trained on count, not those that were cut off.
+"""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from trimtab.data import Prefetcher
+from trimtab.train.build import Task, build_optimizer, build_task
+from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.config import FREE, RunConfig, differences
+from trimtab.train.log import RunError, RunLog
+from trimtab.train.plan import foretell
+from trimtab.train.processes import Processes, processes
+from trimtab.train.progress import Line
+
+
+@dataclass
+class Clock:
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    # When the learning rate had reached its peak; its fall counts from there.
+    warmup_steps: int | None = None
+    warmup_tokens: int | None = None
+
+
+@dataclass
+class Progress:
+    """What a run remembers besides its weights."""
+
+    clock: Clock = field(default_factory=Clock)
+    best_loss: float | None = None  # on validation
+    first_loss: float | None = None
+    bad_evaluations: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+def train(config: RunConfig, out: Path, *, console: Console | None = None) -> dict[str, Any]:
+    """Train from the start; returns what result.json holds."""
+    with processes(config.parallel) as here, _threads(config.threads):
+        log = RunLog(out, writes=here.rank == 0)
+        task = build_task(config, here)  # before anything is written: bad input leaves nothing behind
+        log.create(config, sha256=task.sha256)
+        here.barrier()
+        return _Run(config, task, log, here, console).go()
+
+
+def resume(
+    out: Path,
+    config: RunConfig | None = None,
+    *,
+    step: int | None = None,
+    force: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Go on from the last checkpoint, or from that of `step`. A changed config is refused unless `force`."""
+    saved, facts = RunLog(out).read_config()
+    config = config or saved
+    changed = [(name, old, new) for name, old, new in differences(saved, config) if name not in FREE]
+    if changed and not force:
+        name, old, new = changed[0]
+        raise RunError(
+            f"{name} was {old} and is now {new}: the run would not be the one that was started. Use --force if that is "
+            "what you want"
+        )
+    with processes(config.parallel) as here, _threads(config.threads):
+        task = build_task(config, here)
+        if task.sha256 != facts["sha256"] and not force:
+            raise RunError(
+                f"the data has changed: sha256 {task.sha256[:12]} now, {facts['sha256'][:12]} when the run was "
+                "started; use --force to go on all the same"
+            )
+        run = _Run(config, task, RunLog(out, writes=here.rank == 0), here, console)
+        run.load(step)
+        return run.go()
+
+
+class _Run:
+    def __init__(self, config: RunConfig, task: Task, log: RunLog, here: Processes, console: Console | None) -> None:
+        self.config, self.task, self.log, self.here = config, task, log, here
+        self.model = here.spread(task.model)
+        self.optimizer = build_optimizer(self.model, config.optim)
+        self.called: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
+        self.batches = Prefetcher(task.batches("train", config.seed), depth=config.data.prefetch)
+        self.checkpoints = Checkpoints(log.folder / "checkpoints", config.keep, here)
+        self.state = Progress()
+        self.lr = foretell(config).rate  # a fall that was left open ends with the run
+        self.line = Line(
+            steps=config.steps, tokens=config.tokens, every=config.log_every, shows=here.rank == 0, console=console
+        )
+        self.lengths: set[int] = set()
+
+    # --- The loop
+
+    def go(self) -> dict[str, Any]:
+        try:
+            with catch_signals() as asked:
+                why = self._loop(asked)
+        finally:
+            self.line.close()
+            self.batches.close()
+            self.log.close()
+        result = {"why": why, **asdict(self.state.clock), "validation_loss": self.state.best_loss}
+        result |= {"skipped": self.state.skipped, "waited_s": round(self.batches.waited_s, 3)}
+        if why not in ("interrupted", "terminated"):
+            self.log.finish(**result)
+        return result
+
+    def _loop(self, asked: "Asked") -> str:
+        config, clock = self.config, self.state.clock
+        if clock.step == 0:
+            self._evaluate()
+        while True:
+            if clock.step >= config.steps or (config.tokens is not None and clock.tokens >= config.tokens):
+                why = "done"
+                break
+            record = self._step()
+            self.line.show(record)
+            self.log.step(**record)
+            if self.state.skipped_in_a_row >= config.stop_after_skips:
+                self._event("stopped", reason=f"{config.stop_after_skips} steps in a row without a finite loss")
+                return "not finite"
+            signalled = self.here.any(asked.name is not None)
+            due = clock.step % config.eval_every == 0
+            if due and self._evaluate():
+                return "diverged"
+            if signalled or clock.step % config.checkpoint_every == 0:
+                self._checkpoint()
+            if signalled:
+                self._event("stopped", reason=asked.name or "another process was asked to stop")
+                return asked.name or "terminated"
+        if clock.step % config.eval_every:
+            self._evaluate()
+        if clock.step % config.checkpoint_every:
+            self._checkpoint()
+        self._event("done", step=clock.step, tokens=clock.tokens)
+        return why
+
+    def _step(self) -> dict[str, Any]:
+        config, clock, started = self.config, self.state.clock, time.perf_counter()
+        number = clock.step + 1
+        used = config.schedule.seqlen.tokens_at(number)
+        length, size = config.schedule.seqlen.at(number), config.schedule.batch.at(clock.samples)
+        lr = self.lr.at(config.optim.lr, number, clock.tokens, clock.warmup_tokens, clock.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_ratio"]
+        batch = config.schedule.seqlen.cut(self.batches.next(size), number)
+        loss = self._backward(batch)
+        finite = bool(loss.isfinite())
+        norm = self._clip()
+        if finite:
+            self.optimizer.step()
+            self.task.after_step()
+        self.optimizer.zero_grad()
+        self._count(finite, number)
+        clock.step, clock.samples, clock.tokens = number, clock.samples + size, clock.tokens + size * used
+        if clock.warmup_steps is None and self.lr.warmed(number, clock.tokens):
+            clock.warmup_steps, clock.warmup_tokens = number, clock.tokens
+        self.lengths.add(length)
+        seconds = time.perf_counter() - started
+        clock.seconds += seconds
+        record = {**asdict(clock), "step_seconds": round(seconds, 6), "loss": loss.item(), "lr": lr, "length": length}
+        return record | {"batch": size, "grad_norm": norm, **self._rms()}
+
+    def _backward(self, batch: dict[str, Any]) -> Tensor:
+        """Gradients of the mean over the batch, micro-batch by micro-batch; returns that mean over all processes."""
+        parts = split(batch, self.config.micro_batch)
+        total = torch.zeros((), device=self.here.device)
+        for i, part in enumerate(parts):
+            with self.here.accumulate(self.model, i == len(parts) - 1), self._autocast():
+                loss = self.task.loss(self.called, part) / len(parts)
+                loss.backward()
+            total += loss.detach()
+        return self.here.mean(total)
+
+    def _clip(self) -> float:
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        limit = self.config.optim.clip_norm
+        norm: Any = nn.utils.clip_grad_norm_(params, math.inf if limit is None else limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def _count(self, finite: bool, number: int) -> None:
+        state = self.state
+        state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
+        if not finite:
+            state.skipped += 1
+            self._event("skipped", step=number, reason="the loss is not finite; weights and state stay as they were")
+
+    def _rms(self) -> dict[str, float]:
+        """The largest RMS_t of the step, if the optimizer measures it: above 2.3 a loss spike is likely to follow."""
+        rms = getattr(self.optimizer, "rms", torch.empty(0))
+        finite = rms[rms.isfinite()]
+        return {"rms_max": float(finite.max())} if finite.numel() else {}
+
+    def _autocast(self) -> Any:
+        if self.config.autocast == "off":
+            return nullcontext()
+        return torch.autocast(self.here.device.type, getattr(torch, self.config.autocast))
+
+    # --- Beside the steps
+
+    @torch.no_grad()
+    def _evaluate(self) -> bool:
+        """At full length; True if the run has diverged."""
+        config, state = self.config, self.state
+        self.model.eval()
+        batches = self.task.batches("validation", 0)
+        sums: dict[str, Tensor] = {}
+        for _ in range(config.eval_batches):
+            with self._autocast():
+                found = self.task.evaluate(self.model, batches.next(config.batch))
+            for name, x in found.items():
+                sums[name] = sums.get(name, torch.zeros((), device=self.here.device)) + x.detach().float()
+        self.model.train()
+        means = {name: self.here.mean(x / config.eval_batches).item() for name, x in sums.items()}
+        loss = means["loss"]
+        self._event("evaluated", step=state.clock.step, tokens=state.clock.tokens, seconds=state.clock.seconds, **means)
+        self.line.say(f"step {state.clock.step}  validation " + "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
+        if state.first_loss is None:
+            state.first_loss = loss
+        self._is_best = math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss)
+        if self._is_best:
+            state.best_loss = loss
+        limit = math.inf if config.diverged_at is None else config.diverged_at * state.first_loss
+        state.bad_evaluations = 0 if loss <= limit else state.bad_evaluations + 1
+        if state.bad_evaluations >= 3:
+            self._event("stopped", reason=f"three evaluations in a row above {limit:.4f}")
+        return state.bad_evaluations >= 3
+
+    _is_best = False
+
+    def _checkpoint(self) -> None:
+        step, started = self.state.clock.step, time.perf_counter()
+        generators = self.here.gather(_random_state(self.here.device))
+        state = {"progress": asdict(self.state), "data": self.batches.state(), "generators": generators}
+        best = self.state.best_loss if self._is_best else None
+        try:
+            path = self.checkpoints.save(step, self.model, self.optimizer, state, best=best)
+        except OSError as error:
+            # A full disk must not cost the run: what was saved before is still there.
+            self._event("checkpoint failed", step=step, reason=f"{error.strerror or error}")
+            self.line.say(f"step {step}  no checkpoint: {error.strerror or error}; earlier ones are intact, going on")
+            return
+        self._is_best = False
+        self._event("checkpoint", step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
+
+    def load(self, step: int | None) -> None:
+        steps = self.checkpoints.list_steps()
+        if not steps:
+            raise RunError(f"{self.checkpoints.folder} has no complete checkpoint; start the run anew")
+        chosen = steps[-1] if step is None else step
+        if chosen not in steps:
+            raise RunError(f"there is no checkpoint of step {chosen}; there are {', '.join(map(str, steps))}")
+        saved = self.checkpoints.load(chosen, self.model, self.optimizer)
+        progress = saved["progress"]
+        self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
+        self.batches.load(saved["data"])
+        if len(saved["generators"]) == self.here.world:
+            _restore_random_state(saved["generators"][self.here.rank], self.here.device)
+        self.log.cut_back(chosen)
+        self._event("resumed", step=chosen)
+        self.line.say(f"resumed at step {chosen}")
+
+    def _event(self, kind: str, **values: Any) -> None:
+        self.log.event(kind, **values)
+
+
+def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:
+    """Micro-batches of equal size."""
+    count = len(next(iter(batch.values())))
+    if rows is None or rows >= count:
+        return [batch]
+    if count % rows:
+        raise ValueError(f"a batch of {count} rows does not split into micro-batches of {rows}")
+    return [{key: value[i : i + rows] for key, value in batch.items()} for i in range(0, count, rows)]
+
+
+# --- Signals
+
+
+class Asked:
+    """Whether somebody asked us to stop, and how."""
+
+    name: str | None = None
+
+
+@contextmanager
+def catch_signals() -> Iterator[Asked]:
+    """Ctrl-C and SIGTERM end the run after the step, with a checkpoint. A second Ctrl-C ends it at once."""
+    asked = Asked()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, _: Any) -> None:
+        if asked.name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.name = "interrupted" if number == signal.SIGINT else "terminated"
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- Randomness and threads
+
+
+def _random_state(device: torch.device) -> dict[str, str]:
+    """Hexadecimal, for JSON."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: bytes(x.tolist()).hex() for name, x in states.items()}
+
+
+def _restore_random_state(states: dict[str, str], device: torch.device) -> None:
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["cpu"])), dtype=torch.uint8))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(states["cuda"])), dtype=torch.uint8), device)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
