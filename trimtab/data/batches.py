@@ -39,7 +39,8 @@ class TextBatches:
         check_rank(rank, world)
         if type(context) is not int or context < 1:
             raise ValueError(f"context must be a positive integer, got {context!r}")
-        self.source = corpus.tokens(split)
+        # The plain array behind the map: np.memmap is a subclass whose slices take several times as long.
+        self.source = np.asarray(corpus.tokens(split))
         if len(self.source) < context + 1:
             advice = f"try context={len(self.source) - 1} or less" if len(self.source) > 1 else "give a longer text"
             raise ValueError(

@@ -131,11 +131,10 @@ def _folder(root: Path, sha256: str, spec: str) -> Path:
 def _is_whole(folder: Path) -> bool:
     """Whether every token is there. Sizes only: `Corpus.verify` reads it all."""
     meta = read_json(folder / "meta.json")
-    if meta is None or not (folder / "tokenizer.json").is_file():
+    if meta is None:
         return False
-    size = np.dtype(meta["dtype"]).itemsize
-    files = [(folder / f"{split}.bin", meta["tokens"][split] * size) for split in SPLITS]
-    return all(path.is_file() and path.stat().st_size == expected for path, expected in files)
+    sizes = ((folder / name, size) for name, size in meta["bytes"].items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in sizes)
 
 
 def _fill(folder: Path, survey: Survey, spec: str) -> None:
@@ -151,7 +150,7 @@ def _fill(folder: Path, survey: Survey, spec: str) -> None:
         "tokenizer": spec,
         "text_sha256": survey.sha256,
         "dtype": dtype.name,
-        "tokens": {split: path.stat().st_size // dtype.itemsize for split, path in files.items()},
+        "bytes": {path.name: path.stat().st_size for path in [*files.values(), folder / "tokenizer.json"]},
         "sha256": {split: hash_file(path) for split, path in files.items()},
     }
     write_json(folder / "meta.json", meta)

