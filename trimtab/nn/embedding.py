@@ -16,7 +16,7 @@ class StableEmbedding(nn.Embedding):
 
     Args:
         xavier: uniform weights within sqrt(6 / (words + width)); False keeps PyTorch's standard normal.
-        norm: a LayerNorm with gain and bias, in at least float32, on what is looked up.
+        norm: a LayerNorm with gain and bias on what is looked up, its sums in float32.
         keep32: `trimtab.optim.groups` gives this embedding 32-bit optimizer state. False leaves it to the size.
     """
 
@@ -46,14 +46,8 @@ class StableEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = super().forward(tokens)
-        if self.norm is None:
-            return rows
-        # 16 bits are too few for a variance
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        gain, bias = self.norm.weight.to(wide), self.norm.bias.to(wide)
-        with torch.autocast(rows.device.type, enabled=False):
-            unit = nn.functional.layer_norm(rows.to(wide), self.norm.normalized_shape, gain, bias, self.norm.eps)
-        return unit.to(rows.dtype)
+        # PyTorch sums in float32 inside; under autocast on a GPU it also returns float32.
+        return rows if self.norm is None else self.norm(rows).to(rows.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, xavier={self.xavier}, keep32={self.keep32}"

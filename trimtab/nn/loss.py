@@ -38,9 +38,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Lo
     check_targets(targets, logits.shape[:-1], logits.shape[-1])
     y_NV = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
     valid, index, count = _read(targets)
+    # Replaced, not multiplied by 0: 0 * NaN is NaN, forward and backward.
+    y_NV = torch.where(valid[:, None], y_NV, 0)
     logz = y_NV.logsumexp(dim=-1)
     ce = logz - y_NV.gather(1, index[:, None]).squeeze(1)
-    # where, not a product with 0: 0 * NaN is NaN. Backward through it is 0 as well.
     ce_sum = torch.where(valid, ce, 0).sum()
     z_sum = torch.where(valid, logz, 0).square().sum()
     return _report(ce_sum / count + z_loss * (z_sum / count), ce, logz, valid, count, z_loss)
