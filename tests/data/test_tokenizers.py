@@ -19,7 +19,7 @@ LEARN = [b"the cat sat on the mat, the dog sat on the log\n" * 20, "größer als
 @pytest.fixture(scope="module")
 def bpe() -> BPE:
     pytest.importorskip("tokenizers")
-    return train_bpe(LEARN, 300)
+    return train_bpe(LEARN, 280)
 
 
 @given(TEXT)
@@ -38,19 +38,19 @@ def test_bpe_gives_every_text_back(bpe, text):
 
 
 def test_bpe_learns_from_the_text(bpe):
-    assert bpe.vocab == 300
-    assert bpe.end == 299
+    assert bpe.vocab == 280
+    assert bpe.end == 279
     assert len(bpe.encode("the cat sat on the mat")) < 10
     assert train_bpe([b"abc"], 4096).vocab < 262  # nothing left to merge
 
 
 def test_bpe_is_the_same_every_time(bpe):
-    assert train_bpe(LEARN, 300).describe() == bpe.describe()
+    assert train_bpe(LEARN, 280).describe() == bpe.describe()
 
 
 def test_bpe_learns_from_the_beginning_of_a_long_text(bpe, monkeypatch):
     monkeypatch.setattr("trimtab.data.tokenizers.LEARN_BYTES", len(LEARN[0]) + 1)
-    assert train_bpe([*LEARN, b"never seen " * 99], 300).describe() == bpe.describe()
+    assert train_bpe([*LEARN, b"never seen " * 99], 280).describe() == bpe.describe()
 
 
 def test_ends_are_shown_between_documents(bpe):
@@ -63,12 +63,12 @@ def test_ends_are_shown_between_documents(bpe):
 def test_an_end_written_in_a_document_is_text(bpe):
     """Otherwise a document could end itself."""
     foreign = bpe.describe()["tokenizer"]
-    ending = {"id": 299, "content": "<|endoftext|>", "special": True}
+    ending = {"id": 279, "content": "<|endoftext|>", "special": True}
     rest = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = BPE({**foreign, "added_tokens": [{**ending, **rest}]})
-    assert (tokenizer.end, tokenizer.vocab) == (299, 300)
+    assert (tokenizer.end, tokenizer.vocab) == (279, 280)
     ids = tokenizer.encode("a<|endoftext|>b")
-    assert 299 not in ids
+    assert 279 not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
 
@@ -85,7 +85,7 @@ def test_a_tokenizer_of_hugging_face_can_be_named(bpe, tmp_path):
     (tmp_path / "t.json").write_text(json.dumps(bpe.describe()["tokenizer"]))
     write_files(tmp_path / "text", {"a.txt": "the cat sat on the mat, " * 30})
     corpus = open_corpus(tmp_path / "text", tokenizer=f"file:{tmp_path / 't.json'}", cache=tmp_path / "cache")
-    assert corpus.vocab == 300
+    assert corpus.vocab == 280
     assert corpus.tokens("train")[:4].tolist() == bpe.encode("the cat sat on the mat, ")[:4]
 
 
@@ -93,7 +93,7 @@ def test_a_tokenizer_of_hugging_face_can_be_named(bpe, tmp_path):
 @given(texts=st.lists(TEXT.filter(lambda text: text and "\0" not in text), min_size=2, max_size=5))
 def test_packing_with_bpe_loses_nothing(bpe, texts, tmp_path_factory):
     folder = write_files(tmp_path_factory.mktemp("text"), {f"{i}.txt": text for i, text in enumerate(texts)})
-    corpus = open_corpus(folder, tokenizer="bpe:280", cache=folder / ".cache")
+    corpus = open_corpus(folder, tokenizer="bpe:270", cache=folder / ".cache")
     found: list[str] = []
     for split in ("train", "validation"):
         parts: list[list[int]] = [[]]
@@ -122,7 +122,7 @@ def test_a_bpe_is_learned_once_per_text(bpe, tmp_path, monkeypatch):
         open_corpus(tmp_path / "moved", tokenizer="bpe:271", cache=tmp_path / "cache")
 
 
-def test_a_large_vocabulary_is_kept_in_wide_tokens(bpe, tmp_path, monkeypatch):
+def test_a_large_vocabulary_is_kept_in_wide_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(Bytes, "vocab", 2**16 + 1)
     monkeypatch.setattr(Bytes, "end", 2**16)
     folder = write_files(tmp_path / "text", {f"{i}.txt": f"text {i}" for i in range(9)})
