@@ -9,7 +9,7 @@ from trimtab.nn.embedding import StableEmbedding
 from trimtab.nn.gpt import GPT, GPT_SIZES, GPTConfig
 from trimtab.nn.kinds import LinearKind
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear
-from trimtab.nn.loss import cross_entropy, linear_cross_entropy
+from trimtab.nn.loss import IGNORE, Loss, cross_entropy, linear_cross_entropy
 from trimtab.nn.rounding import measure_rounding
 from trimtab.nn.tap import listen
 from trimtab.nn.tokenizer import ByteTokenizer, WordTokenizer, load_tokenizer
@@ -20,11 +20,13 @@ __all__ = [
     "CLIP_SIZES",
     "GPT",
     "GPT_SIZES",
+    "IGNORE",
     "ByteTokenizer",
     "CLIPConfig",
     "ConfigError",
     "GPTConfig",
     "LinearKind",
+    "Loss",
     "StableEmbedding",
     "SwitchBackConv1D",
     "SwitchBackLinear",
