@@ -8,14 +8,19 @@ SOURCES := $(wildcard trimtab/ops/*.cpp trimtab/ops/*.h) CMakeLists.txt pyprojec
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 lab: .venv/installed
 	$(BIN)/trimtab doctor
+	rm -rf runs/lab
+	$(BIN)/trimtab train gpt-tiny --out runs/lab
+	$(BIN)/trimtab sample runs/lab --tokens 200
 
 bench: .venv/installed
 	$(BIN)/python -m bench.ops
 	$(BIN)/python -m bench.optim
+	$(BIN)/python -m bench.nn
+	$(BIN)/python -m bench.train
 
 # torch first and alone, so that nothing else can pick another one. The peers, whose states we read and whose speed we
 # compare with, come without their dependencies for the same reason.
