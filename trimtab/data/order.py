@@ -5,25 +5,28 @@
 Any place of any epoch is found at once: nothing is shuffled in memory, resuming is one number, and the order is the
 same on every machine and with every version of numpy and torch, whose shuffles are not promised to stay.
 
-A Feistel network permutes the numbers of an even count of bits; a result that is too large is fed in again until it
-fits, which it does at least once in four tries, so the rest is permuted too.
+The places are laid out in a rectangle of a x b, nearly square and hardly larger than needed. One round shifts every row
+by a number that depends on the row, the next every column by a number that depends on the column: nothing is lost, and
+after a few rounds nothing is where it was. What lands outside the places is fed in again until it does not.
 """
 
 import hashlib
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 6  # four make a pseudo-random permutation (Luby and Rackoff 1988); the halves of small sets are short
+ROUNDS = 6  # four make a pseudo-random permutation (Luby and Rackoff 1988); small sets have short sides
 
 
 def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Where the given places of an epoch (each in 0 ... size - 1) lie: all of them together are 0 ... size - 1."""
-    half = max((size - 1).bit_length() + 1, 2) // 2
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
     keys = epoch_keys(seed, epoch)
-    found = _feistel(places.astype(np.uint64), half, keys)
+    found = _feistel(places.astype(np.uint64), rows, columns, keys)
     while (outside := found >= size).any():
-        found[outside] = _feistel(found[outside], half, keys)
+        found[outside] = _feistel(found[outside], rows, columns, keys)
     return found.astype(np.int64)
 
 
@@ -60,12 +63,14 @@ def read_position(state: dict[str, object], expected: dict[str, object]) -> int:
     return position
 
 
-def _feistel(numbers: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    left, right = numbers >> shift, numbers & mask
-    for key in keys[:ROUNDS]:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    return left << shift | right
+def _feistel(numbers: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Black and Rogaway 2002, section 5: a Feistel network over any a x b instead of powers of two."""
+    a, b = np.uint64(rows), np.uint64(columns)
+    row, column = numbers // b, numbers % b
+    for one, other in keys[:ROUNDS].reshape(-1, 2):
+        column = (column + _mix(row + one) % b) % b
+        row = (row + _mix(column + other) % a) % a
+    return row * b + column
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -63,8 +63,8 @@ class Prefetcher:
                 self._rewind(self._state, None)
                 raise error
             prepared, self._state = self._ready.popleft()
+            self.waited_s += time.perf_counter() - begun
             self._changed.notify_all()
-        self.waited_s += time.perf_counter() - begun
         return prepared
 
     def state(self) -> dict[str, Any]:
