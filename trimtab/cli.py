@@ -10,15 +10,21 @@ Nothing heavy is imported before it is needed: --help must answer at once.
 """
 
 import ast
+import contextlib
+import dataclasses
 import difflib
+import functools
+import inspect
+import io
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
-BAD_INPUT = 2
+BAD_INPUT, FAILED = 2, 1
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -29,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         sys.exit(0 if given else BAD_INPUT)
     verb, *rest = given
     if verb not in VERBS:
-        _refuse(f"unknown command {verb!r}{_did_you_mean(verb, VERBS)}; `trimtab --help` lists them")
+        _refuse(f"unknown command {verb!r}{_did_you_mean(verb, VERBS)} `trimtab --help` lists them")
     sys.exit(VERBS[verb][1](rest))
 
 
@@ -55,24 +61,85 @@ def _refuse(message: str) -> NoReturn:
 
 def _did_you_mean(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f". Did you mean {close[0]!r}?" if close else "."
 
 
 def _parse(function: Callable[..., int], words: list[str], name: str) -> int:
     """Let tyro read the words as the arguments of a function."""
+    _check_options(words, ["--" + name.replace("_", "-") for name in inspect.signature(function).parameters])
+    call = _tyro(function, words, f"trimtab {name}", wrap=True)
+    return int(call())
+
+
+def _tyro(target: Any, words: list[str], prog: str, *, wrap: bool = False, **options: Any) -> Any:
+    """What tyro makes of the words; what it does not like, in one line. With `wrap`, a call for later."""
     import tyro
 
-    return int(tyro.cli(function, args=words, prog=f"trimtab {name}"))
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            if wrap:
+                # Parsed first and called afterwards: only the parsing has its complaints caught.
+                return tyro.cli(_later(target), args=words, prog=prog, **options)
+            return tyro.cli(target, args=words, prog=prog, **options)
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        _refuse(_unboxed(complaint.getvalue()))
+
+
+def _later(function: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+    @functools.wraps(function)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], int]:
+        return partial(function, *args, **kwargs)
+
+    return bind
+
+
+def _unboxed(text: str) -> str:
+    """The first paragraph of a message that tyro drew a box around."""
+    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
+    rule = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
+    return re.sub(r"^Error parsing (\w*Run: )?", "", " ".join(lines[:rule])) or "the options cannot be read"
+
+
+def _check_options(words: list[str], known: list[str]) -> None:
+    """tyro names an unknown option; we also say which was meant."""
+    for word in words:
+        option = word.split("=")[0].replace("_", "-")
+        if re.match("--[a-z]", option) and option not in (*known, "--help"):
+            meant = _meant(option, known)
+            hint = f". Did you mean {meant}?" if meant else "; --help lists them"
+            _refuse(f"unrecognized option {word.split('=')[0]}{hint}")
+
+
+def _meant(option: str, known: list[str]) -> str | None:
+    """The option that somebody meant: the same name in another place, initials spelled out, or letters mixed up."""
+    place, _, name = option.rpartition(".")
+    initials = "".join(part[:1] for part in name.removeprefix("--").split("-"))
+    ends = {other: other.rpartition(".")[2].removeprefix("--") for other in known}
+    for wanted in (name.removeprefix("--"), initials):
+        same = [other for other in known if ends[other] == wanted]
+        # Beside what was typed before anywhere else.
+        if same:
+            return next((other for other in same if other.rpartition(".")[0] == place), same[0])
+    beside = [other for other in known if place and other.rpartition(".")[0] == place]
+    close = difflib.get_close_matches(option, beside, n=1, cutoff=0.7) or difflib.get_close_matches(option, known, n=1)
+    return close[0] if close else None
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
-    """Bad input ends in one line and exit code 2; our own mistakes keep their traceback."""
-    from trimtab.train import CheckpointError, RunError
+    """Bad input ends in one line and exit code 2, what went wrong on the way in one line and 1; our own mistakes keep
+    their traceback."""
+    from trimtab.train import CheckpointError, ProcessLost, RunError
 
     try:
         return call()
     except (ValueError, RunError, CheckpointError, ImportError, PermissionError) as error:
         _refuse(str(error))
+    except (OSError, ProcessLost) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FAILED)
 
 
 # --- Runs
@@ -85,6 +152,8 @@ def _train(words: list[str]) -> int:
         print(_list_recipes())
         print("\n`trimtab train RECIPE --help` lists every field of a recipe.")
         return 0 if words else BAD_INPUT
+    if words[0].startswith("-"):
+        _refuse(f"the recipe comes first: trimtab train RECIPE {words[0]} ...")
     config, rest = _recipe(words[0]), words[1:]
     out, rest = _take(rest, "--out")
     config = _override(config, rest, f"trimtab train {words[0]}")
@@ -107,7 +176,9 @@ def _resume(words: list[str]) -> int:
 
     config, _ = _guarded(lambda: RunLog(folder).read_config())
     config = _override(config, rest, f"trimtab resume {folder}")
-    number = None if step is None else _guarded(lambda: int(step))
+    if step is not None and not step.isdecimal():
+        _refuse(f"--step needs the number of a step, got {step!r}")
+    number = None if step is None else int(step)
     return _report(_guarded(lambda: resume(folder, config, step=number, force=force)), folder)
 
 
@@ -167,8 +238,12 @@ def _sample(words: list[str]) -> int:
 
 @_verb("recipes", "the runs that have a name")
 def _recipes(words: list[str]) -> int:
-    print(_list_recipes())
-    return 0
+    def recipes_() -> int:
+        """List the runs that have a name."""
+        print(_list_recipes())
+        return 0
+
+    return _parse(recipes_, words, "recipes")
 
 
 @_verb("schedule", "what a recipe will do: learning rate, length and batch over the run")
@@ -183,7 +258,7 @@ def _schedule(words: list[str]) -> int:
     picture = _guarded(lambda: draw_plan(config))
     print(picture.text)
     if svg is not None:
-        Path(svg).write_text(picture.svg)
+        _guarded(lambda: Path(svg).write_text(picture.svg))
         print(f"wrote {svg}")
     return 0
 
@@ -228,7 +303,7 @@ def _recipe(name: str) -> Any:
     from trimtab.recipes import RECIPES
 
     if name not in RECIPES:
-        _refuse(f"unknown recipe {name!r}{_did_you_mean(name, RECIPES)}; there are {', '.join(RECIPES)}")
+        _refuse(f"unknown recipe {name!r}{_did_you_mean(name, RECIPES)} There are {', '.join(RECIPES)}")
     return RECIPES[name]()
 
 
@@ -249,6 +324,7 @@ def _list_recipes() -> str:
 
 def _take(words: list[str], option: str) -> tuple[str | None, list[str]]:
     """An option that is ours and no field of a config."""
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
     if option not in words:
         return None, words
     i = words.index(option)
@@ -263,15 +339,29 @@ def _override(config: Any, words: list[str], prog: str) -> Any:
         return config
     import tyro
 
-    return _guarded(
-        lambda: tyro.cli(
-            type(config),
-            default=config,
-            args=words,
-            prog=prog,
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
-        )
-    )
+    _check_options(words, list(_options(config)))
+    plain = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+    return _guarded(lambda: _tyro(type(config), _followed(config, words), prog, default=config, config=plain))
+
+
+def _options(config: Any, prefix: str = "--") -> Iterator[str]:
+    for item in dataclasses.fields(config):
+        value, name = getattr(config, item.name), prefix + item.name.replace("_", "-")
+        yield from _options(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
+
+
+def _followed(config: Any, words: list[str]) -> list[str]:
+    """Where batch or context are given, the schedule that ends there goes with them, unless it is given too."""
+    batch, seqlen = config.schedule.batch, config.schedule.seqlen
+    new, _ = _take(words, "--batch")
+    if new is not None and batch.start == batch.end and not any(word.startswith("--schedule.batch") for word in words):
+        words = [*words, "--schedule.batch.start", new, "--schedule.batch.end", new]
+    new, _ = _take(words, "--model.context")
+    if new is not None and not any(word.startswith("--schedule.seqlen.end") for word in words):
+        words = [*words, "--schedule.seqlen.end", new]
+        if seqlen.start == seqlen.end and not any(word.startswith("--schedule.seqlen.start") for word in words):
+            words = [*words, "--schedule.seqlen.start", new]
+    return words
 
 
 def _free_folder(parent: Path, name: str) -> Path:
@@ -286,6 +376,8 @@ def _report(result: dict[str, Any], folder: Path) -> int:
     loss = "none" if result["validation_loss"] is None else f"{result['validation_loss']:.4f}"
     clocks = f"{result['step']} steps, {result['tokens']:,} tokens, {result['seconds']:.0f} s"
     print(f"{result['why']}: {clocks}, best validation loss {loss}")
+    if "compilations" in result:
+        print(f"torch.compile: {result['compilations']} compilations, at most {result['most_compilations']} expected")
     print(f"the run is in {folder}")
     return {"done": 0, "interrupted": 130, "terminated": 143}.get(result["why"], 1)
 

@@ -5,6 +5,7 @@ from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunCo
 from trimtab.train.evaluate import evaluate, load_run, sample
 from trimtab.train.log import RunError, RunLog, read_lines
 from trimtab.train.loop import resume, train
+from trimtab.train.processes import ProcessLost
 
 __all__ = [
     "CLIPRun",
@@ -13,6 +14,7 @@ __all__ = [
     "DataConfig",
     "GPTRun",
     "OptimConfig",
+    "ProcessLost",
     "RunConfig",
     "RunError",
     "RunLog",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +29,7 @@ class Task:
     loss: Callable[[nn.Module, dict[str, Any]], Tensor]  # for the backward pass
     evaluate: Callable[[nn.Module, dict[str, Any]], dict[str, Tensor]]  # "loss" is what is compared
     length: int  # of a full sequence
+    eval_batch: int  # rows of one evaluation batch, over all processes
     sha256: str  # of the data
     after_step: Callable[[], None] = lambda: None
 
@@ -43,8 +43,7 @@ def build_task(config: RunConfig, processes: Processes) -> Task:
 
 
 def _gpt_task(config: GPTRun, processes: Processes) -> Task:
-    cache = None if config.data.cache is None else Path(config.data.cache)
-    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=cache)
+    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)
     if corpus.vocab > config.model.vocab:
         raise ConfigError(
             f"model.vocab={config.model.vocab} is too small for the {corpus.vocab} tokens of "
@@ -64,14 +63,17 @@ def _gpt_task(config: GPTRun, processes: Processes) -> Task:
     def evaluate(run: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         return {"loss": run(batch["tokens"].to(device), batch["targets"].to(device)).ce}
 
-    return Task(model, batches, loss, evaluate, config.model.context, corpus.sha256)
+    return Task(model, batches, loss, evaluate, config.model.context, config.batch, corpus.sha256)
 
 
 def _clip_task(config: CLIPRun, processes: Processes) -> Task:
-    pairs = open_pairs(config.data.corpus, size=config.model.image_size)
+    pairs = open_pairs(config.data.corpus, size=config.model.image_size, cache=config.data.cache)
     tokenizer = ByteTokenizer(context=config.model.context)
     if tokenizer.vocab > config.model.vocab:
         raise ConfigError(f"model.vocab={config.model.vocab} is too small for bytes; try model.vocab={tokenizer.vocab}")
+    most, held_out = len(pairs.indices("train")), len(pairs.indices("validation"))
+    if config.batch > most:
+        raise ConfigError(f"batch={config.batch} is more than the {most} pairs of {config.data.corpus}; try {most}")
     model, device = CLIP(config.model).to(processes.device), processes.device
 
     def batches(split: str, seed: int) -> Batches:
@@ -89,7 +91,9 @@ def _clip_task(config: CLIPRun, processes: Processes) -> Task:
         result: Tensor = score(run, batch).loss
         return result
 
-    return Task(model, batches, loss, evaluate, config.model.context, pairs.sha256, after_step=model.clamp_logit_scale)
+    rows = min(config.batch, held_out - held_out % processes.world)
+    clamp = model.clamp_logit_scale
+    return Task(model, batches, loss, evaluate, config.model.context, rows, pairs.sha256, after_step=clamp)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ torch.distributed.checkpoint in its safetensors form and hold portable state, wh
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trimtab.train.files import read_tensors as _read_tensors
-from trimtab.train.files import replace_json, sha256_of, sync_folder, write_json, write_tensors
+from trimtab.train.files import read_tensors, replace_json, sha256_of, sync_folder, write_json, write_tensors
 from trimtab.train.processes import Processes
 
 FORMAT = 1
@@ -48,9 +49,16 @@ class Checkpoints:
 
     @property
     def best(self) -> int | None:
-        """The step whose validation loss was lowest, if it was saved."""
-        path = self.folder / "best.json"
-        return json.loads(path.read_text())["step"] if path.is_file() else None
+        """The one with the lowest validation loss."""
+        return self._read_best()[0]
+
+    def _read_best(self) -> tuple[int | None, float]:
+        try:
+            mark = json.loads((self.folder / "best.json").read_text())
+            step, loss = int(mark["step"]), float(mark["validation_loss"])
+        except (OSError, ValueError, KeyError, TypeError):  # a mark that cannot be read marks nothing
+            return None, math.inf
+        return (step, loss) if step in self.list_steps() else (None, math.inf)
 
     # --- Writing
 
@@ -61,73 +69,86 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
         *,
-        best: float | None = None,
+        validation_loss: float = math.nan,
     ) -> Path:
-        """Write one; `best` is its validation loss if that is the lowest so far. All processes call this."""
-        first = self.processes.rank == 0
+        """Write one; with a validation loss it may be the best so far. All processes call this.
+
+        Where the disk fails one of them, all raise OSError, and what was there before is still there.
+        """
+        first, together = self.processes.rank == 0, self.processes.together
         temporary, final = self.folder / f".tmp-step-{step:08d}", self.path(step)
-        if first:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-        self.processes.barrier()
         try:
-            files = dict[str, Any]()
+            together(lambda: _empty(temporary) if first else None)
             if self.processes.sharded:
                 files = self._write_shards(temporary / "shards", model, optimizer)
-            elif first:
-                files["model.safetensors"] = write_tensors(temporary / "model.safetensors", plain_state(model))
-                files["optimizer.safetensors"] = write_tensors(
-                    temporary / "optimizer.safetensors", optimizer_tensors(optimizer.state_dict())
-                )
-            if first:
-                files["state.json"] = write_json(
-                    temporary / "state.json", {**state, "param_groups": optimizer_groups(optimizer)}
-                )
-                manifest = {"format": FORMAT, "sharded": self.processes.sharded, "step": step, "files": files}
-                write_json(temporary / "manifest.json", manifest)
-                sync_folder(temporary)
-                shutil.rmtree(final, ignore_errors=True)
-                temporary.rename(final)
-                sync_folder(self.folder)
+            else:
+                files = together(lambda: _write_whole(temporary, model, optimizer) if first else {})
+            everything = {**state, "param_groups": optimizer_groups(optimizer)}
+            together(lambda: self._complete(step, files, everything, validation_loss) if first else None)
         except OSError:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        if first:
-            if best is not None:
-                replace_json(self.folder / "best.json", {"step": step, "validation_loss": best})
-            self._prune()
-        self.processes.barrier()
         return final
+
+    def _complete(self, step: int, files: dict[str, Any], state: dict[str, Any], validation_loss: float) -> None:
+        temporary = self.folder / f".tmp-step-{step:08d}"
+        files["state.json"] = write_json(temporary / "state.json", state)
+        manifest = {"format": FORMAT, "sharded": self.processes.sharded, "step": step, "files": files}
+        write_json(temporary / "manifest.json", manifest)
+        sync_folder(temporary)
+        if self.path(step).exists():
+            self._remove(step)
+        temporary.rename(self.path(step))
+        sync_folder(self.folder)
+        self.mark_best(step, validation_loss)
+        self._prune()
+
+    def mark_best(self, step: int, validation_loss: float) -> None:
+        """Keep this one for as long as no other has a lower validation loss."""
+        if self.processes.rank == 0 and validation_loss < self._read_best()[1]:
+            replace_json(self.folder / "best.json", {"step": step, "validation_loss": validation_loss})
+
+    def forget_after(self, step: int) -> None:
+        """Remove later ones, whose steps will be taken again, and what a killed process left half done."""
+        if self.processes.rank == 0:
+            for later in self.list_steps():
+                if later > step:
+                    self._remove(later)
+            for litter in self.folder.glob(".*-step-*"):
+                shutil.rmtree(litter, ignore_errors=True)
+        self.processes.barrier()
 
     def _write_shards(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
         tensors = {f"model.{name}": x for name, x in plain_state(model).items()}
         portable = optimizer.state_dict()  # portable by itself where parameters are sharded
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(portable).items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
-        self.processes.barrier()
-        if self.processes.rank != 0:
-            return {}
-        files = sorted(folder.iterdir())
-        for path in files:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return {f"shards/{path.name}": {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in files}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        except CheckpointException as error:
+            # It is no Exception, and every process has it: what one of them met, all of them are told.
+            causes = [cause for cause, _ in error.failures.values()]
+            disk = next((cause for cause in causes if isinstance(cause, OSError)), None)
+            raise (disk or RuntimeError(f"the checkpoint was not written: {causes[0]}")) from None
+        return self.processes.together(lambda: _list_files(folder) if self.processes.rank == 0 else {})
 
     def _prune(self) -> None:
-        steps, best = self.list_steps(), self.best
-        for step in steps[: -self.keep]:
+        best = self.best
+        for step in self.list_steps()[: -self.keep]:
             if step != best:
-                # Renamed first: half a deletion must not look complete.
-                doomed = self.folder / f".old-step-{step:08d}"
-                shutil.rmtree(doomed, ignore_errors=True)
-                self.path(step).rename(doomed)
-                shutil.rmtree(doomed, ignore_errors=True)
+                self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        # Renamed first: half a deletion must not look complete.
+        doomed = self.folder / f".old-step-{step:08d}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        self.path(step).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
     # --- Reading
 
@@ -156,19 +177,46 @@ class Checkpoints:
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Fill model and optimizer; returns the state that was saved with them."""
         manifest, path = self.verify(step), self.path(step)
-        state: dict[str, Any] = json.loads((path / "state.json").read_text())
-        if manifest["sharded"]:
-            tensors = read_shards(path / "shards", model, optimizer)
-        else:
-            tensors = {f"model.{name}": x for name, x in _read_tensors(path / "model.safetensors").items()}
-            if optimizer is not None:
-                read = _read_tensors(path / "optimizer.safetensors").items()
-                tensors |= {f"optimizer.{name}": x for name, x in read}
-        load_model(model, _under("model.", tensors), self.processes)
+        try:
+            state: dict[str, Any] = json.loads((path / "state.json").read_text())
+            tensors = self._read(path, manifest["sharded"], model, optimizer)
+            groups = state["param_groups"]
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{path} holds what was written, and that is no checkpoint: {error}") from None
+        load_model(model, _under("model.", tensors))
         if optimizer is not None:
-            saved = optimizer_state(_under("optimizer.", tensors), state["param_groups"])
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(optimizer_state(_under("optimizer.", tensors), groups))
         return state
+
+    def _read(
+        self, path: Path, sharded: bool, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> dict[str, Tensor]:
+        if sharded:
+            return read_shards(path / "shards", model, optimizer)
+        tensors = {f"model.{name}": x for name, x in read_tensors(path / "model.safetensors").items()}
+        if optimizer is not None:
+            read = read_tensors(path / "optimizer.safetensors").items()
+            tensors |= {f"optimizer.{name}": x for name, x in read}
+        return tensors
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _write_whole(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    parts = {"model": plain_state(model), "optimizer": optimizer_tensors(optimizer.state_dict())}
+    return {f"{name}.safetensors": write_tensors(folder / f"{name}.safetensors", x) for name, x in parts.items()}
+
+
+def _list_files(folder: Path) -> dict[str, Any]:
+    """The entries in a manifest of shards that others wrote."""
+    files = sorted(folder.iterdir())
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return {f"shards/{path.name}": {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in files}
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -189,7 +237,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor], processes: Processes) -> None:
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     mine = plain_state(model)
     missing, extra = mine.keys() - tensors.keys(), tensors.keys() - mine.keys()
     if missing or extra:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from trimtab.nn import CLIPConfig, ConfigError, GPTConfig
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
@@ -31,6 +31,7 @@ class OptimConfig:
     clip_norm: float | None = 1.0  # of all gradients together
 
     def __post_init__(self) -> None:
+        _check_choices(self)
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"optim.lr={self.lr} must be above zero; try optim.lr=0.001")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -56,6 +57,10 @@ class DataConfig:
     cache: str | None = None  # where token files are kept; None: the user's cache folder
     prefetch: int = 2  # batches prepared ahead
 
+    def __post_init__(self) -> None:
+        if self.prefetch < 1:
+            raise ConfigError(f"data.prefetch={self.prefetch} is too small; try data.prefetch=1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -72,19 +77,23 @@ class RunConfig:
     checkpoint_every: int = 500  # and at the end
     keep: int = 2  # checkpoints, besides the best
     log_every: int = 10  # lines on a screen that is not a terminal; the log file has every step
+    tensorboard: bool = False  # also write the log for TensorBoard
     autocast: Literal["off", "bfloat16", "float16"] = "off"
-    compile: bool = False
+    compile: bool = False  # torch.compile, once for each length
     parallel: Parallel = "ddp"  # where there is more than one process
     threads: int | None = None  # None: PyTorch's choice
     stop_after_skips: int = 10  # steps in a row whose loss is not finite
     diverged_at: float | None = 2.0  # stop when three evaluations in a row are above this times the first one
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "eval_every", "eval_batches", "checkpoint_every", "keep", "log_every"):
+        _check_choices(self)
+        counts = ("steps", "batch", "eval_every", "eval_batches", "checkpoint_every", "keep", "log_every")
+        for name in (*counts, "stop_after_skips"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; try {name}=1")
-        if self.tokens is not None and self.tokens < 1:
-            raise ConfigError(f"tokens={self.tokens} is too small; try None, to stop by steps")
+        for name in ("tokens", "threads", "diverged_at"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above zero, or None")
         micro = self.micro_batch
         if micro is not None and (micro < 1 or self.batch % micro):
             raise ConfigError(
@@ -134,8 +143,18 @@ class CLIPRun(RunConfig):
 
 
 KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun}
-# What may be different when a run goes on: nothing of this changes what it computes.
-FREE = ("eval_every", "eval_batches", "checkpoint_every", "keep", "log_every", "threads", "data.cache", "data.prefetch")
+# What may be different when a run goes on: nothing of this changes what it computes, but for the order of sums.
+FREE: tuple[str, ...] = (
+    "eval_every",
+    "eval_batches",
+    "checkpoint_every",
+    "keep",
+    "log_every",
+    "tensorboard",
+    "parallel",
+    "threads",
+)
+FREE += ("stop_after_skips", "diverged_at", "data.cache", "data.prefetch")
 
 
 def kind_of(config: RunConfig) -> str:
@@ -175,6 +194,13 @@ def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, json.dumps(value)
+
+
+def _check_choices(config: Any) -> None:
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ConfigError(f"{name}={value!r} is not known; try one of {', '.join(map(repr, get_args(hint)))}")
 
 
 def _read(cls: Any, data: Mapping[str, Any], prefix: str) -> Any:

@@ -23,7 +23,12 @@ def load_run(folder: Path, step: int | None = None) -> tuple[RunConfig, nn.Modul
     steps = checkpoints.list_steps()
     if not steps:
         raise RunError(f"{folder} has no complete checkpoint yet")
-    chosen = steps[-1] if step is None else checkpoints.best if step == -1 else step
+    chosen = steps[-1] if step is None else step
+    if step == -1:
+        best = checkpoints.best
+        if best is None:
+            raise RunError(f"{folder} has no best checkpoint: none was evaluated; it has {', '.join(map(str, steps))}")
+        chosen = best
     if chosen not in steps:
         raise RunError(f"{folder} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
     model: nn.Module = GPT(config.model) if isinstance(config, GPTRun) else CLIP(config.model)  # type: ignore[attr-defined]
@@ -41,7 +46,7 @@ def evaluate(folder: Path, *, step: int | None = None, batches: int = 32) -> dic
     source = task.batches("validation", 0)
     sums: dict[str, float] = {}
     for _ in range(batches):
-        for name, x in task.evaluate(task.model, source.next(config.batch)).items():
+        for name, x in task.evaluate(task.model, source.next(task.eval_batch)).items():
             sums[name] = sums.get(name, 0.0) + x.item() / batches
     result: dict[str, Any] = {"step": chosen, **sums}
     if isinstance(config, GPTRun):
@@ -54,7 +59,7 @@ def evaluate(folder: Path, *, step: int | None = None, batches: int = 32) -> dic
 def zero_shot(config: CLIPRun, model: nn.Module) -> dict[str, Any]:
     """Name each validation picture by the nearest of all validation captions, none of which was trained on."""
     assert isinstance(model, CLIP)
-    pairs = open_pairs(config.data.corpus, size=config.model.image_size)
+    pairs = open_pairs(config.data.corpus, size=config.model.image_size, cache=config.data.cache)
     images, captions = pairs.load("validation")
     names = sorted(set(captions))
     tokens = ByteTokenizer(context=config.model.context).encode(names)
@@ -87,8 +92,11 @@ def sample(
         raise RunError(f"{folder} holds a CLIP, which writes no text; `trimtab eval {folder}` says what it can do")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise RunError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
-    cache = None if config.data.cache is None else Path(config.data.cache)
-    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=cache)
+    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)
+    if corpus.end is None:
+        raise RunError(
+            f"{config.data.corpus} is a token file without a tokenizer, so its tokens cannot be read as text"
+        )
     ids = torch.tensor([[corpus.end, *corpus.encode(prompt)]])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):

@@ -6,18 +6,22 @@
     checkpoints/    checkpoint.py
     result.json     written last: its presence means the run is complete
 
-Lines are appended and flushed one by one, so a killed run keeps all but perhaps half of its last line; a resume cuts
-the log back to the step it goes on from.
+Lines are appended one by one, so a killed run keeps all but perhaps half of its last line, which the next to write cuts
+off. Lines that a full disk does not take wait for the next one. A resume cuts the log back to the step it goes on from;
+events stay, they are the history.
 """
 
+import contextlib
+import errno
 import json
+import math
 import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -34,22 +38,39 @@ class RunLog:
 
     def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self.folder, self.writes = folder, writes
-        self._log: IO[str] | None = None
-        self._events: IO[str] | None = None
+        self._log: _Lines | None = None
+        self._events: _Lines | None = None
+
+    def check_free(self) -> None:
+        """Refuse a folder that cannot hold a new run, before any work is done for it."""
+        folder = self.folder
+        try:
+            if (folder / "config.json").exists():
+                raise RunError(f"{folder} holds a run already; `trimtab resume {folder}`, or take another --out")
+            if folder.exists() and any(folder.iterdir()):
+                raise RunError(f"{folder} is not empty and holds no run; take another --out")
+            nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, f"no permission to write in {nearest}")
+        except OSError as error:
+            raise RunError(f"cannot write to {folder}: {error.strerror}") from None
 
     def create(self, config: RunConfig, **facts: Any) -> None:
-        """Start a new run; refuses a folder that holds another one."""
+        """Start a new run in a folder that is free."""
         if not self.writes:
             return
-        if (self.folder / "config.json").exists():
-            raise RunError(f"{self.folder} holds a run already; `trimtab resume {self.folder}`, or take another --out")
+        there = self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if any(self.folder.iterdir()):
-                raise RunError(f"{self.folder} is not empty and holds no run; take another --out")
-            replace_json(self.folder / "config.json", {"config": to_json(config), "versions": versions(), **facts})
-        except OSError as error:
-            raise RunError(f"cannot write to {self.folder}: {error.strerror}") from None
+            self.write_config(config, **facts)
+        except OSError:
+            if not there:
+                self.folder.rmdir()
+            raise
+
+    def write_config(self, config: RunConfig, **facts: Any) -> None:
+        if self.writes:
+            replace_json(self.folder / "config.json", {"config": to_json(config), **facts, "versions": versions()})
 
     def read_config(self) -> tuple[RunConfig, dict[str, Any]]:
         """The config of a run, and the facts that were saved with it."""
@@ -64,13 +85,18 @@ class RunLog:
 
     def step(self, **values: Any) -> None:
         if self.writes:
-            self._log = self._log or (self.folder / "log.jsonl").open("a")
-            _append(self._log, values)
+            self._log = self._log or _Lines(self.folder / "log.jsonl")
+            self._log.append(values)
 
     def event(self, kind: str, **values: Any) -> None:
         if self.writes:
-            self._events = self._events or (self.folder / "events.jsonl").open("a")
-            _append(self._events, {"event": kind, "time": round(time.time(), 3), **values})
+            self._events = self._events or _Lines(self.folder / "events.jsonl")
+            self._events.append({"event": kind, "time": round(time.time(), 3), **values})
+
+    @property
+    def trouble(self) -> str | None:
+        """Why lines are waiting to be written, if some are."""
+        return next((lines.trouble for lines in (self._log, self._events) if lines and lines.trouble), None)
 
     def finish(self, **result: Any) -> None:
         if self.writes:
@@ -78,19 +104,24 @@ class RunLog:
 
     def cut_back(self, step: int) -> None:
         """Forget the steps after this one: they will be taken again."""
-        path = self.folder / "log.jsonl"
-        if not self.writes or not path.exists():
+        if not self.writes:
             return
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        temporary = path.with_name(".log.jsonl.tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        os.replace(temporary, path)
         (self.folder / "result.json").unlink(missing_ok=True)
+        path = self.folder / "log.jsonl"
+        if not path.exists():
+            return
+        kept = 0
+        with path.open("r+b") as file:
+            for line in file:
+                if not line.endswith(b"\n") or _parse(line, path)["step"] > step:
+                    break
+                kept += len(line)
+            file.truncate(kept)  # in place: it needs no room on a full disk
 
     def close(self) -> None:
-        for file in (self._log, self._events):
-            if file is not None:
-                file.close()
+        for lines in (self._log, self._events):
+            if lines is not None:
+                lines.close()
         self._log = self._events = None
 
 
@@ -98,11 +129,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a .jsonl file; a last line that a killed process left unfinished is not one."""
     with path.open() as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                if line.endswith("\n"):
-                    raise RunError(f"{path} has a line that is not JSON: {line[:80]!r}") from None
+            if line.endswith("\n"):
+                yield _parse(line, path)
+
+
+def _parse(line: str | bytes, path: Path) -> dict[str, Any]:
+    try:
+        result: dict[str, Any] = json.loads(line)
+    except ValueError:
+        raise RunError(f"{path} has a line that is not JSON: {line[:80]!r}") from None
+    return result
 
 
 def versions() -> dict[str, str]:
@@ -114,11 +150,35 @@ def versions() -> dict[str, str]:
     }
 
 
-def _append(file: IO[str], values: Mapping[str, Any]) -> None:
-    # A NaN is not JSON; null is what readers expect where there is no number.
-    clean = {
-        key: None if (isinstance(v, float) and v != v) or v in (float("inf"), -float("inf")) else v
-        for key, v in values.items()
-    }
-    file.write(json.dumps(clean) + "\n")
-    file.flush()
+class _Lines:
+    """A .jsonl file that only grows, by whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a+b", buffering=0)
+        self.waiting, self.trouble = b"", ""
+        self.file.seek(0)
+        self.end = self.file.read().rfind(b"\n") + 1
+        self.file.truncate(self.end)
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        # A NaN is not JSON; null is what readers expect where there is no number.
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.waiting += json.dumps(clean).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        rest = memoryview(self.waiting)
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.end)
+            return
+        self.end += len(self.waiting)
+        self.waiting, self.trouble = b"", ""
+
+    def close(self) -> None:
+        self._write()
+        self.file.close()

@@ -4,6 +4,7 @@ Four clocks, kept apart: steps (sequence length and warm-up run on them), sample
 (decay and the end of the run), seconds. Only tokens that were really trained on count, not those that were cut off.
 """
 
+import hashlib
 import math
 import signal
 import threading
@@ -19,13 +20,16 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from trimtab.data import Prefetcher
+from trimtab.nn import ConfigError
 from trimtab.train.build import Task, build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.compilations import Compilations, batch_sizes
 from trimtab.train.config import FREE, RunConfig, differences
 from trimtab.train.log import RunError, RunLog
 from trimtab.train.plan import foretell
-from trimtab.train.processes import Processes, processes
+from trimtab.train.processes import Processes, ProcessLost, processes
 from trimtab.train.progress import Line
+from trimtab.train.tensorboard import Board
 
 
 @dataclass
@@ -55,10 +59,16 @@ def train(config: RunConfig, out: Path, *, console: Console | None = None) -> di
     """Train from the start; returns what result.json holds."""
     with processes(config.parallel) as here, _threads(config.threads):
         log = RunLog(out, writes=here.rank == 0)
-        task = build_task(config, here)  # before anything is written: bad input leaves nothing behind
-        log.create(config, sha256=task.sha256)
-        here.barrier()
-        return _Run(config, task, log, here, console).go()
+        log.check_free()
+        # Everything is built before anything is written: bad input leaves nothing behind.
+        task = build_task(config, here)
+        run = _Run(config, task, log, here, console)
+        here.barrier()  # all have seen that the folder is free
+        try:
+            here.together(lambda: log.create(config, sha256=task.sha256))
+        except OSError as error:
+            raise RunError(f"cannot write to {out}: {error.strerror}") from None
+        return run.go()
 
 
 def resume(
@@ -86,8 +96,13 @@ def resume(
                 f"the data has changed: sha256 {task.sha256[:12]} now, {facts['sha256'][:12]} when the run was "
                 "started; use --force to go on all the same"
             )
-        run = _Run(config, task, RunLog(out, writes=here.rank == 0), here, console)
+        log = RunLog(out, writes=here.rank == 0)
+        run = _Run(config, task, log, here, console)
         run.load(step)
+        if changed:
+            # What a run is, is what its config says: the next resume goes on from there.
+            here.together(lambda: log.write_config(config, **(facts | {"sha256": task.sha256})))
+            log.event("forced", changed={name: [old, new] for name, old, new in changed})
         return run.go()
 
 
@@ -97,27 +112,56 @@ class _Run:
         self.model = here.spread(task.model)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.called: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
-        self.batches = Prefetcher(task.batches("train", config.seed), depth=config.data.prefetch)
+        _check_sizes(config, here.world)
+        self.source = task.batches("train", config.seed)
+        task.batches("validation", 0)  # is there enough of it?
         self.checkpoints = Checkpoints(log.folder / "checkpoints", config.keep, here)
         self.state = Progress()
         self.lr = foretell(config).rate  # a fall that was left open ends with the run
-        self.line = Line(
-            steps=config.steps, tokens=config.tokens, every=config.log_every, shows=here.rank == 0, console=console
-        )
-        self.lengths: set[int] = set()
+        self.board = Board() if config.tensorboard and here.rank == 0 else None
+        self.console, self.saved = console, 0
+        self.evaluated = (0, math.nan)  # step and validation loss
+        # All processes start with the same weights; what they draw from now on differs.
+        if here.rank:
+            torch.manual_seed(_mixed(config.seed, 0, here.rank))
 
     # --- The loop
 
     def go(self) -> dict[str, Any]:
+        config = self.config
+        self.line = Line(
+            steps=config.steps,
+            tokens=config.tokens,
+            every=config.log_every,
+            shows=self.here.rank == 0,
+            console=self.console,
+        )
+        self.batches = Prefetcher(self.source, depth=config.data.prefetch)
+        if self.board is not None:
+            self.board.open(self.log.folder, self.state.clock.step)
+        if self.state.clock.step:
+            self.line.say(f"resumed at step {self.state.clock.step}")
         try:
-            with catch_signals() as asked:
+            with catch_signals() as asked, Compilations(config) as compilations:
+                if config.compile:
+                    self.line.say(f"torch.compile: at most {compilations.most} compilations, one per shape of a batch")
                 why = self._loop(asked)
+        except RuntimeError as error:
+            if not self.here.lost(error):
+                raise
+            text = f"another process is gone, so this one stops; go on with `trimtab resume {self.log.folder}`"
+            self._event("stopped", reason=f"another process is gone: {str(error).splitlines()[0]}")
+            raise ProcessLost(text) from error
         finally:
             self.line.close()
             self.batches.close()
             self.log.close()
+            if self.board is not None:
+                self.board.close()
         result = {"why": why, **asdict(self.state.clock), "validation_loss": self.state.best_loss}
         result |= {"skipped": self.state.skipped, "waited_s": round(self.batches.waited_s, 3)}
+        if config.compile:
+            result |= {"compilations": compilations.count, "most_compilations": compilations.most}
         if why not in ("interrupted", "terminated"):
             self.log.finish(**result)
         return result
@@ -132,7 +176,7 @@ class _Run:
                 break
             record = self._step()
             self.line.show(record)
-            self.log.step(**record)
+            self._record(record)
             if self.state.skipped_in_a_row >= config.stop_after_skips:
                 self._event("stopped", reason=f"{config.stop_after_skips} steps in a row without a finite loss")
                 return "not finite"
@@ -147,7 +191,9 @@ class _Run:
                 return asked.name or "terminated"
         if clock.step % config.eval_every:
             self._evaluate()
-        if clock.step % config.checkpoint_every:
+        if self.saved == clock.step:
+            self.checkpoints.mark_best(*self.evaluated)
+        else:
             self._checkpoint()
         self._event("done", step=clock.step, tokens=clock.tokens)
         return why
@@ -162,8 +208,9 @@ class _Run:
             group["lr"] = lr * group["lr_ratio"]
         batch = config.schedule.seqlen.cut(self.batches.next(size), number)
         loss = self._backward(batch)
-        finite = bool(loss.isfinite())
         norm = self._clip()
+        # Finite losses can have gradients that are not, and one of those in the weights is there for good.
+        finite = bool(loss.isfinite()) and math.isfinite(norm)
         if finite:
             self.optimizer.step()
             self.task.after_step()
@@ -172,7 +219,6 @@ class _Run:
         clock.step, clock.samples, clock.tokens = number, clock.samples + size, clock.tokens + size * used
         if clock.warmup_steps is None and self.lr.warmed(number, clock.tokens):
             clock.warmup_steps, clock.warmup_tokens = number, clock.tokens
-        self.lengths.add(length)
         seconds = time.perf_counter() - started
         clock.seconds += seconds
         record = {**asdict(clock), "step_seconds": round(seconds, 6), "loss": loss.item(), "lr": lr, "length": length}
@@ -200,7 +246,9 @@ class _Run:
         state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
         if not finite:
             state.skipped += 1
-            self._event("skipped", step=number, reason="the loss is not finite; weights and state stay as they were")
+            reason = "the loss or its gradient is not finite; weights and state stay as they were"
+            self._event("skipped", step=number, reason=reason)
+            self.line.say(f"step {number}  skipped: {reason}")
 
     def _rms(self) -> dict[str, float]:
         """The largest RMS_t of the step, if the optimizer measures it: above 2.3 a loss spike is likely to follow."""
@@ -224,7 +272,7 @@ class _Run:
         sums: dict[str, Tensor] = {}
         for _ in range(config.eval_batches):
             with self._autocast():
-                found = self.task.evaluate(self.model, batches.next(config.batch))
+                found = self.task.evaluate(self.model, batches.next(self.task.eval_batch))
             for name, x in found.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.here.device)) + x.detach().float()
         self.model.train()
@@ -234,30 +282,40 @@ class _Run:
         self.line.say(f"step {state.clock.step}  validation " + "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
         if state.first_loss is None:
             state.first_loss = loss
-        self._is_best = math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss)
-        if self._is_best:
+        if self.board is not None:
+            self.board.add("validation", means, state.clock.step)
+        self.evaluated = (state.clock.step, loss)
+        if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss
-        limit = math.inf if config.diverged_at is None else config.diverged_at * state.first_loss
+        if config.diverged_at is None:
+            return False
+        limit = config.diverged_at * state.first_loss
         state.bad_evaluations = 0 if loss <= limit else state.bad_evaluations + 1
         if state.bad_evaluations >= 3:
             self._event("stopped", reason=f"three evaluations in a row above {limit:.4f}")
         return state.bad_evaluations >= 3
 
-    _is_best = False
+    def _record(self, record: dict[str, Any]) -> None:
+        before = self.log.trouble
+        self.log.step(**record)
+        if self.log.trouble and not before:
+            self.line.say(f"step {record['step']}  the log cannot be written: {self.log.trouble}; its lines wait")
+        if self.board is not None:
+            self.board.add("train", record, record["step"])
 
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
         generators = self.here.gather(_random_state(self.here.device))
         state = {"progress": asdict(self.state), "data": self.batches.state(), "generators": generators}
-        best = self.state.best_loss if self._is_best else None
+        loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
         try:
-            path = self.checkpoints.save(step, self.model, self.optimizer, state, best=best)
+            path = self.checkpoints.save(step, self.model, self.optimizer, state, validation_loss=loss)
         except OSError as error:
             # A full disk must not cost the run: what was saved before is still there.
             self._event("checkpoint failed", step=step, reason=f"{error.strerror or error}")
             self.line.say(f"step {step}  no checkpoint: {error.strerror or error}; earlier ones are intact, going on")
             return
-        self._is_best = False
+        self.saved = step
         self._event("checkpoint", step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
 
     def load(self, step: int | None) -> None:
@@ -270,12 +328,15 @@ class _Run:
         saved = self.checkpoints.load(chosen, self.model, self.optimizer)
         progress = saved["progress"]
         self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
-        self.batches.load(saved["data"])
+        self.source.load(saved["data"])
         if len(saved["generators"]) == self.here.world:
             _restore_random_state(saved["generators"][self.here.rank], self.here.device)
+        else:
+            torch.manual_seed(_mixed(self.config.seed, chosen, self.here.rank))
+        self.saved = chosen
+        self.checkpoints.forget_after(chosen)
         self.log.cut_back(chosen)
-        self._event("resumed", step=chosen)
-        self.line.say(f"resumed at step {chosen}")
+        self._event("resumed", step=chosen, processes=self.here.world)
 
     def _event(self, kind: str, **values: Any) -> None:
         self.log.event(kind, **values)
@@ -289,6 +350,17 @@ def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:
     if count % rows:
         raise ValueError(f"a batch of {count} rows does not split into micro-batches of {rows}")
     return [{key: value[i : i + rows] for key, value in batch.items()} for i in range(0, count, rows)]
+
+
+def _check_sizes(config: RunConfig, world: int) -> None:
+    """Every batch of the run splits over processes and micro-batches."""
+    parts = world * (config.micro_batch or 1)
+    for size in batch_sizes(config):
+        if size % parts:
+            micro = f" and micro_batch={config.micro_batch}" if config.micro_batch else ""
+            raise ConfigError(
+                f"a batch of {size} does not split over {world} processes{micro}; try a multiple of {parts}"
+            )
 
 
 # --- Signals
@@ -330,6 +402,11 @@ def _random_state(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return {name: bytes(x.tolist()).hex() for name, x in states.items()}
+
+
+def _mixed(seed: int, step: int, rank: int) -> int:
+    """A seed for each process that starts anew at some step."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:7], "big")
 
 
 def _restore_random_state(states: dict[str, str], device: torch.device) -> None:

@@ -5,10 +5,10 @@ nothing where there is only one.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
+Result = TypeVar("Result")
+# What gloo and NCCL say when somebody no longer answers.
+_LOST = ("connection", "peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
+
+
+class ProcessLost(RuntimeError):
+    """One of several processes has died, so the others cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,22 @@ class Processes:
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value)
         return found
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do something on every process; where the disk fails one of us, it fails all, or the others would wait."""
+        result, error = None, None
+        try:
+            result = work()
+        except OSError as caught:
+            error = caught
+        for failed in self.gather(None if error is None else (error.errno, error.strerror or str(error))):
+            if failed is not None:
+                raise error or OSError(*failed)
+        return result  # type: ignore[return-value]
+
+    def lost(self, error: RuntimeError) -> bool:
+        """Whether an error means that another process is gone."""
+        return self.world > 1 and any(word in str(error).lower() for word in _LOST)
 
     def spread(self, model: nn.Module) -> nn.Module:
         """The model as the loop calls it."""
