@@ -27,6 +27,7 @@ from trimtab.schedule import (
     draw,
     plan,
 )
+from trimtab.schedule.draw import _bars
 
 FAST = settings(max_examples=60, deadline=None)
 
@@ -109,8 +110,9 @@ def test_two_clocks_need_to_know_where_the_warmup_ended(warmup_unit, decay_unit)
         rate.at(1.0, 500, 500)
 
 
-def test_a_floor_above_the_peak_leaves_the_peak():
-    rate = LearningRate(warmup=10, decay=100, floor=1e-2)
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "inverse-sqrt"])
+def test_a_floor_above_the_peak_leaves_the_peak(kind):
+    rate = LearningRate(kind=kind, warmup=10, decay=100, floor=1e-2)
     assert [rate.at(1e-3, step, 0) for step in (10, 50, 100)] == [1e-3] * 3
 
 
@@ -308,6 +310,14 @@ def test_a_plan_fills_in_the_end_of_the_rate():
     assert [moment.lr for moment in future.moments] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
+def test_a_plan_notes_when_a_warmup_by_tokens_ended():
+    rate = LearningRate(kind="linear", warmup=60, warmup_unit="tokens")
+    future = plan(rate=rate, peak=1.0, batch=2, context=10, steps=7)
+    assert future.warmup_tokens == 60
+    # Steps 1 to 3 consume the 60 tokens; the fall goes from step 3 to step 7.
+    assert [moment.lr for moment in future.moments] == pytest.approx([0, 1 / 3, 2 / 3, 1, 1 / 2, 1 / 4, 0])
+
+
 def test_a_plan_with_a_batch_warmup():
     batch = BatchWarmup(start=1, increment=1, samples=6, end=3)
     future = plan(rate=LearningRate(), peak=1.0, batch=batch, context=10, steps=6)
@@ -354,6 +364,10 @@ def test_the_picture_in_text_rises_with_the_lengths(over):
     assert heights[-1] == 32
     assert "batch: 4,096 throughout" in lines
     assert any(line.endswith(over) for line in lines)
+
+
+def test_bars_are_as_high_as_their_parts():
+    assert _bars([0.0, 0.25, 0.5, 0.78125, 1.0], height=4) == ["   ▁█", "   ██", "  ███", " ████"]
 
 
 @pytest.mark.parametrize("over", ["steps", "tokens"])

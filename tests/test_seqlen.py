@@ -73,6 +73,11 @@ def test_a_root_of_degree_one_is_linear():
     assert lengths(root, *range(800)) == lengths(linear, *range(800))
 
 
+def test_an_exact_root_is_not_rounded_away():
+    # √(169/225) = 13/15, so the length is 8 + 120 · 13/15 = 112; in floats it comes out just below.
+    assert SeqLenWarmup(start=8, end=128, steps=225, kind="root").at(169) == 112
+
+
 def test_tokens_of_the_papers_run():
     warmup = SeqLenWarmup(start=64, end=1024, steps=45_000)
     assert warmup.count_tokens(4096, 45_000) == 99_536_732_160
