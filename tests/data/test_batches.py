@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import assert_same
@@ -19,6 +19,7 @@ def starts(batch: dict[str, torch.Tensor]) -> list[int]:
     return batch["tokens"][:, 0].tolist()
 
 
+@settings(max_examples=50, deadline=None)
 @given(tokens=st.integers(2, 200), context=st.integers(1, 20), seed=st.integers(0, 9), size=st.integers(1, 9))
 def test_every_window_of_an_epoch_appears_exactly_once(tokens, context, seed, size):
     context = min(context, tokens - 1)
@@ -34,6 +35,7 @@ def test_every_window_of_an_epoch_appears_exactly_once(tokens, context, seed, si
         assert epoch or shift == 0
 
 
+@settings(max_examples=50, deadline=None)
 @given(tokens=st.integers(30, 99), context=st.integers(1, 20))
 def test_every_token_is_a_target_once(tokens, context):
     batches = TextBatches(counting(tokens), context=context, seed=3)
@@ -49,6 +51,7 @@ def test_later_epochs_reach_the_tail():
     assert set(last) == set(range(90, 100))
 
 
+@settings(max_examples=50, deadline=None)
 @given(sizes=SIZES, more=SIZES, seed=st.integers(0, 99), context=st.integers(1, 8))
 def test_resuming_at_any_point_changes_nothing(sizes, more, seed, context):
     corpus = counting(60)
@@ -64,6 +67,7 @@ def test_resuming_at_any_point_changes_nothing(sizes, more, seed, context):
     assert resumed.state() == whole.state()
 
 
+@settings(max_examples=50, deadline=None)
 @given(world=st.integers(1, 6), shares=st.lists(st.integers(1, 4), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_the_parts_of_all_processes_are_the_batch(world, shares, seed):
     corpus = counting(50)
@@ -78,6 +82,7 @@ def test_the_parts_of_all_processes_are_the_batch(world, shares, seed):
     assert all(rank.state() == alone.state() for rank in ranks)
 
 
+@settings(max_examples=50, deadline=None)
 @given(batch=st.integers(1, 40), world=st.integers(2, 8))
 def test_a_batch_that_does_not_split_is_refused_and_moves_nothing(batch, world):
     batches = TextBatches(counting(50), context=4, seed=0, rank=world - 1, world=world)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data.order import check_share, permute, read_position
@@ -10,12 +10,14 @@ from trimtab.data.order import check_share, permute, read_position
 SEEDS = st.integers(-(2**70), 2**70)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 3000), SEEDS, st.integers(0, 10**6))
 def test_every_place_has_one_window(size, seed, epoch):
     found = permute(np.arange(size), size, seed, epoch)
     assert sorted(found.tolist()) == list(range(size))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(2, 2**48), SEEDS, st.data())
 def test_a_place_is_found_alone_as_among_others(size, seed, data):
     places = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True)))

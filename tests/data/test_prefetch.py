@@ -73,15 +73,15 @@ def test_batches_are_made_while_the_caller_works():
         for _ in range(8):
             time.sleep(0.03)
             ahead.next(1)
-        # A source without a thread would have made the caller wait 80 ms.
-        assert ahead.waited_s - first < 0.02
+        # A source without a thread would have made the caller wait 80 ms; half of it is for a loaded machine.
+        assert ahead.waited_s - first < 0.04
 
 
 def test_the_first_batch_can_be_ready_too():
-    with Prefetcher(Slow(0.02), batch=1) as ahead:
-        time.sleep(0.1)
+    with Prefetcher(Slow(0.1), batch=1) as ahead:
+        time.sleep(0.3)
         ahead.next(1)
-        assert ahead.waited_s < 0.01
+        assert ahead.waited_s < 0.05
 
 
 def test_waiting_is_measured():
@@ -89,23 +89,21 @@ def test_waiting_is_measured():
         begun = time.perf_counter()
         for _ in range(5):
             ahead.next(1)
-        assert ahead.waited_s == pytest.approx(time.perf_counter() - begun, rel=0.2)
-        assert ahead.waited_s > 0.08
+        assert 0.08 < ahead.waited_s < time.perf_counter() - begun
 
 
 def test_no_more_than_depth_are_prepared():
     source = Slow()
     with Prefetcher(source, depth=3, batch=1) as ahead:
-        time.sleep(0.05)
-        assert source.position == 3
-        ahead.next(1)
-        time.sleep(0.05)
-        assert source.position == 4
+        for expected in (3, 4):
+            time.sleep(0.15)  # for as many as it likes
+            assert source.position == expected
+            ahead.next(1)
 
 
 def test_what_was_prepared_in_vain_is_counted():
     with Prefetcher(Slow(), depth=2, batch=1) as ahead:
-        time.sleep(0.05)
+        time.sleep(0.15)
         assert ahead.next(2)["number"] == 1
         assert ahead.dropped == 2
 

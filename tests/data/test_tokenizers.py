@@ -22,6 +22,7 @@ def bpe() -> BPE:
     return train_bpe(LEARN, 280)
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_bytes_give_every_text_back(text):
     ids = Bytes().encode(text)
