@@ -49,6 +49,15 @@ def test_no_concept_is_on_both_sides(pairs):
     assert 0.05 < len(pairs.indices("validation")) / len(pairs.texts) < 0.2
 
 
+def test_the_split_is_the_same_on_every_machine(shapes):
+    assert sorted(set(shapes.concepts("validation"))) == [
+        "green diamond",
+        "green square",
+        "orange triangle",
+        "purple diamond",
+    ]
+
+
 def test_no_picture_and_no_caption_is_there_twice(pairs):
     assert len({picture.tobytes() for picture in pairs.pixels}) == len(pairs.texts)
     assert len({caption for caption, _ in pairs.texts}) == len(pairs.texts)

@@ -21,6 +21,7 @@ ROUNDS = 6  # four make a pseudo-random permutation (Luby and Rackoff 1988); sma
 
 def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Where the given places of an epoch (each in 0 ... size - 1) lie: all of them together are 0 ... size - 1."""
+    assert places.size == 0 or 0 <= places.min() <= places.max() < size, "a place outside would be fed in for ever"
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = epoch_keys(seed, epoch)
