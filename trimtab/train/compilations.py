@@ -6,6 +6,8 @@ warm-up's `multiple` or `lengths` decide how many there are.
 
 from typing import Any
 
+import torch
+
 from trimtab.train.config import RunConfig
 
 
@@ -26,6 +28,7 @@ class Compilations:
         if self.compiles:
             from torch._dynamo import config as dynamo
 
+            torch._dynamo.reset()  # what an earlier run in this process compiled would count against the limit
             # Beyond its limit dynamo would run uncompiled and hardly say so.
             limits = {
                 name: max(getattr(dynamo, name), self.most)

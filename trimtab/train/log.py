@@ -50,6 +50,8 @@ class RunLog:
             if folder.exists() and any(folder.iterdir()):
                 raise RunError(f"{folder} is not empty and holds no run; take another --out")
             nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            if not nearest.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
             if not os.access(nearest, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, f"no permission to write in {nearest}")
         except OSError as error:

@@ -1,0 +1,84 @@
+"""What a person sees: one line in place on a terminal, plain lines elsewhere, nothing from other processes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tests.train.runs import tiny
+from trimtab.train import train
+from trimtab.train.progress import Line
+
+
+def record(step: int, **changes: float) -> dict[str, float]:
+    line = {"step": step, "tokens": 128 * step, "loss": 2.5, "lr": 3e-3, "length": 32, "batch": 4, "step_seconds": 0.5}
+    return line | changes
+
+
+def shown(terminal: bool, **options: object) -> tuple[Line, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100)
+    given = {"steps": 100, "tokens": None, "every": 10, "shows": True, **options}
+    return Line(console=console, **given), out
+
+
+def test_elsewhere_there_are_plain_lines_now_and_then():
+    line, out = shown(terminal=False)
+    for step in range(1, 31):
+        line.show(record(step))
+    line.say("step 30  validation loss 2.0000")
+    line.close()
+    lines = out.getvalue().splitlines()
+    assert [text.split("  ")[0] for text in lines] == ["step 1", "step 10", "step 20", "step 30", "step 30"]
+    assert "loss 2.5000  lr 3.00e-03  length 32  256 tokens/s" in lines[1]
+    assert lines[1].endswith("s left")
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_one_line_stays_in_place():
+    line, out = shown(terminal=True)
+    for step in range(1, 31):
+        line.show(record(step))
+    assert line.live is not None
+    line.live.refresh()
+    line.say("validation loss 2.0000")
+    line.close()
+    text = out.getvalue()
+    assert "\x1b[" in text  # moved and cleared
+    assert "loss 2.5000  lr 3.00e-03  length 32  256 tokens/s" in text
+    assert "validation loss 2.0000" in text
+    assert text.endswith("\x1b[2K")  # and gone at the end
+
+
+def test_the_time_left_goes_by_tokens_where_they_end_the_run():
+    line, _ = shown(terminal=True, tokens=1280)
+    line.show(record(5))
+    assert line.live is not None
+    task = line.live.tasks[0]
+    assert (task.completed, task.total) == (640, 1280)
+    line.show(record(11))
+    assert task.completed == 1280
+    line.close()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_other_processes_show_nothing(terminal):
+    line, out = shown(terminal=terminal, shows=False)
+    line.show(record(10))
+    line.say("hello")
+    line.close()
+    assert out.getvalue() == ""
+
+
+def test_a_loss_that_is_no_number_can_be_shown():
+    line, out = shown(terminal=False, every=1)
+    line.show(record(2, loss=float("nan")))
+    assert "loss nan" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_shows_its_steps_and_evaluations(tmp_path, terminal):
+    out = io.StringIO()
+    train(tiny(tmp_path), tmp_path / "run", console=Console(file=out, force_terminal=terminal, width=120))
+    assert "step 12  validation loss" in out.getvalue()
+    assert ("\x1b[" in out.getvalue()) is terminal
