@@ -1,0 +1,213 @@
+"""Signals of every tensor in one step: a few passes over memory, one row of sums per tensor, one transfer to the host.
+
+    rms         √ mean(g² / max(v̂, eps²))      v̂ as this step will use it: with this gradient in it, bias-corrected
+    grad_rms    √ mean(g²)                      after clipping and unscaling, as the optimizer sees it
+    param_rms   √ mean(p²)                      before the step
+    update_rms  √ mean((p_new - p)²)            weight decay and the optimizer's own clipping included
+    ratio       update_rms / param_rms
+    eps_share   eps / (grad_rms + eps)          the part of the update that eps takes away
+
+Sums are those of whole tensors: shards are added up across processes. The update of an optimizer whose rule is not
+known is measured on at most `SAMPLE` values per tensor, kept for the length of the step. Nothing else is copied.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.nn.tap import WRAPPERS
+from trimtab.ops.step import EPS, GRAD_SCALE, gradient_norms_unchecked, norms_unchecked, ratios_unchecked
+from trimtab.ops.step_rules import rms_from_ratios
+from trimtab.watch.processes import Together, local
+from trimtab.watch.surface import Batch, collect, moments_of, rows_of, second_rows
+
+SAMPLE = 4096
+PRESENT, GRAD, PARAM, RATIO, UPDATE, EPS_USED = range(6)  # the columns of a tensor's row of sums
+NAMES = ("rms", "grad_rms", "param_rms", "update_rms", "ratio", "eps_share")
+
+
+@dataclass
+class Plan:
+    """The watched tensors: names, parameters and sizes, in the optimizer's order."""
+
+    names: list[str]
+    owners: list[Tensor]
+    places: dict[Tensor, int] = field(init=False)
+    numels: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = {p: i for i, p in enumerate(self.owners)}
+        self.numels = torch.tensor([p.numel() for p in self.owners], dtype=torch.float64)
+
+
+def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """The model's name of each of the optimizer's parameters, else the optimizer's own, else its place."""
+    known = {p: ".".join(x for x in name.split(".") if x not in WRAPPERS) for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        own = group.get("param_names") or [f"group {i}, parameter {k}" for k in range(len(group["params"]))]
+        names |= {p: known.get(p, name) for p, name in zip(group["params"], own, strict=True)}
+    return names
+
+
+def has_second_moment(optimizer: torch.optim.Optimizer) -> bool:
+    """As far as one can tell before the first step."""
+    found = [moments_of(optimizer, group) for group in optimizer.param_groups]
+    return any(Batch({}, rule, names, False).second for rule, names in found)
+
+
+class Signals:
+    """The sums of one step, in the order in which they can be had: before it, then after."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        together: Together,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self.optimizer, self.plan, self.together, self.on_error = optimizer, plan, together, on_error
+        self.sums = torch.zeros(len(plan.names), 6, dtype=torch.float64, device=together.device)
+        self._sampled: list[tuple[int, Tensor, int, Tensor]] = []
+
+    def measure_gradients(self) -> None:
+        """Before the step: gradients, and RMS_t against the second moment that the step will use."""
+        self._try(self._gradients)
+        eps = self.sums[:, EPS_USED].clone()
+        self.sums = self.together.combine(self.plan.owners, self.sums)
+        self.sums[:, EPS_USED] = eps
+
+    def _gradients(self) -> None:
+        for batch in collect(self.optimizer, self.plan.places):
+            where = self._index(batch)
+            self.sums[where, PRESENT] = 1.0
+            squares = gradient_norms_unchecked(batch.grads).double().to(self.sums.device)
+            if batch.second is None:
+                scale = torch.as_tensor(batch.grad_scale, device=self.sums.device, dtype=torch.float64)
+                self.sums[where, GRAD] = squares * scale**2
+                self.sums[where, RATIO] = torch.nan
+                continue
+            rows = rows_of(self.optimizer, batch)
+            self.sums[where, GRAD] = squares * rows[:, GRAD_SCALE].double().to(self.sums.device) ** 2
+            self.sums[where, EPS_USED] = rows[:, EPS].double().to(self.sums.device)
+            self.sums[where, RATIO] = _ratios(batch, rows).double().to(self.sums.device)
+
+    def _try(self, run: Callable[[], None]) -> None:
+        """An error here must not leave the other processes waiting in the next collective."""
+        try:
+            run()
+        except Exception as error:
+            self.on_error(error)
+
+    def measure_updates(self) -> None:
+        """Before the step, with the learning rate it will have: parameters, and how far they will go."""
+        part = torch.zeros(len(self.plan.names), 2, dtype=torch.float64, device=self.sums.device)
+        self._try(lambda: self._updates(part))
+        part = self.together.combine(self.plan.owners, part)
+        self.sums[:, PARAM], self.sums[:, UPDATE] = part[:, 0], part[:, 1]
+
+    def _updates(self, part: Tensor) -> None:
+        for batch in collect(self.optimizer, self.plan.places):
+            where = self._index(batch)
+            if batch.rule is not None and batch.names:
+                part[where] = self._norms(batch).double().to(part.device)
+                continue
+            part[where, 0] = gradient_norms_unchecked(batch.params).double().to(part.device)
+            for place, p in zip(batch.where, batch.owners, strict=True):
+                flat = local(p).detach().reshape(-1)
+                stride = max(1, math.ceil(flat.numel() / SAMPLE))
+                self._sampled.append((place, p, stride, flat[::stride].clone()))
+
+    def measure_samples(self) -> None:
+        """After the step: what it did, where its rule is not known."""
+        if not self._sampled:
+            return
+        part = torch.zeros(len(self.plan.names), 1, dtype=torch.float64, device=self.sums.device)
+        for place, p, stride, before in self._sampled:
+            if before.numel():
+                change = local(p).detach().reshape(-1)[::stride].double() - before.double()
+                part[place, 0] = change.square().mean().to(part.device) * local(p).numel()
+        self._sampled = []
+        part = self.together.combine(self.plan.owners, part)
+        self.sums[:, UPDATE] += part[:, 0]
+
+    def rms(self) -> Tensor:
+        """RMS_t of every watched tensor; NaN where there is no gradient or no second moment."""
+        rms = rms_from_ratios(self.sums[:, RATIO], self.plan.numels.to(self.sums.device))
+        return torch.where(self.sums[:, PRESENT] > 0, rms, torch.nan)
+
+    def _norms(self, batch: Batch) -> Tensor:
+        """The sums of p² and of (change of p)² of the step about to be taken."""
+        sums: Tensor | None = None
+        if "clip_threshold" in batch.group:  # StableAdamW shortens its step by RMS_t
+            sums = self.sums[self._index(batch), RATIO : RATIO + 1].to(batch.steps.device)
+        elif "max_unorm" in batch.group:  # LAMB and LARS scale theirs to the weights
+            first = _norms(batch, rows_of(self.optimizer, batch))
+            sums = self.together.combine(batch.owners, first)
+        return _norms(batch, rows_of(self.optimizer, batch, sums))
+
+    def _index(self, batch: Batch) -> Tensor:
+        return torch.tensor(batch.where, device=self.sums.device)
+
+
+def _ratios(batch: Batch, rows: Tensor) -> Tensor:
+    assert batch.second is not None
+    states, absmax = batch.moments(batch.second)
+    return ratios_unchecked(batch.grads, states, absmax, second_rows(rows), batch.books()[1], batch.code, batch.block)
+
+
+def _norms(batch: Batch, rows: Tensor) -> Tensor:
+    states, absmax = batch.moments(*batch.names)
+    return norms_unchecked(
+        batch.params, batch.grads, states, absmax, rows, *batch.books(), batch.rule, batch.code, batch.block
+    )
+
+
+def to_record(plan: Plan, sums: Tensor) -> dict[str, dict[str, float]]:
+    """From the sums, on the host, to the signals of every tensor that had a gradient. NaN is what could not be had."""
+    rows, numels = sums.tolist(), plan.numels.clamp(min=1).tolist()
+    found: dict[str, dict[str, float]] = {}
+    for name, n, row in zip(plan.names, numels, rows, strict=True):
+        if not row[PRESENT]:
+            continue
+        rms, grad, param, update = (_root(row[i] / n) for i in (RATIO, GRAD, PARAM, UPDATE))
+        eps = row[EPS_USED]
+        found[name] = dict(
+            zip(
+                NAMES,
+                (rms, grad, param, update, _divide(update, param), eps / (grad + eps) if eps else math.nan),
+                strict=True,
+            )
+        )
+    return found
+
+
+def add_norms(record: Mapping[str, Mapping[str, float]], plan: Plan) -> dict[str, float]:
+    """Norms over all watched tensors together."""
+    numels = dict(zip(plan.names, plan.numels.tolist(), strict=True))
+
+    def total(signal: str) -> float:
+        return _root(sum(x[signal] ** 2 * numels[name] for name, x in record.items()))
+
+    return {"grad_norm": total("grad_rms"), "param_norm": total("param_rms"), "update_norm": total("update_rms")}
+
+
+def _root(x: float) -> float:
+    return math.sqrt(x) if x >= 0 else math.nan
+
+
+def _divide(a: float, b: float) -> float:
+    return a / b if b else math.nan
+
+
+def clean(x: Any) -> Any:
+    """Six digits, and None for what JSON has no word for."""
+    if isinstance(x, dict):
+        return {key: clean(value) for key, value in x.items()}
+    if isinstance(x, float):
+        return float(f"{x:.6g}") if math.isfinite(x) else None
+    return x
