@@ -1,8 +1,10 @@
 """Taps: heard with their whole path by whoever listens, free and invisible when nobody does."""
 
 import gc
+import pickle
 import threading
 import weakref
+from copy import deepcopy
 
 import pytest
 import torch
@@ -201,3 +203,13 @@ def test_a_compiled_model_is_one_graph_while_nobody_listens_and_is_heard_when_so
     assert hear(free, x) == ["in", "left.double", "branch.0.double", "branch.1.double", "out"]
     torch.testing.assert_close(whole(x), 8 * x)
     torch._dynamo.reset()
+
+
+def test_a_model_can_be_copied_while_somebody_listens():
+    tree, heard = Tree(), []
+    with listen(tree, lambda name, _: heard.append(name)):
+        copy = pickle.loads(pickle.dumps(deepcopy(tree)))
+        copy(torch.ones(1))
+        assert heard == []
+        tree(torch.ones(1))
+        assert len(heard) == 5

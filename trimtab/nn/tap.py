@@ -69,6 +69,10 @@ class _Listener(threading.local):
         self.patterns = patterns
         self.path: list[str] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model, made while somebody listens, is heard by nobody."""
+        return _Listener, (_ignore, ())
+
     def enter(self, path: str, *_: Any) -> None:
         if not path:  # the model starts anew: forget what an interrupt left behind
             self.path.clear()
@@ -84,6 +88,10 @@ class _Listener(threading.local):
             return None
         path = f"{self.path[-1]}.{name}" if self.path[-1] else name
         return path if any(fnmatchcase(path, pattern) for pattern in self.patterns) else None
+
+
+def _ignore(name: str, x: Tensor) -> None:
+    pass
 
 
 _listeners: list[_Listener] = []

@@ -1,4 +1,4 @@
-"""Losses between two looks: kept on their device, then averaged over processes, with word of whether all is well there."""
+"""Losses between two looks: kept on their device, then averaged over processes, with word of whether all is well."""
 
 import math
 from collections.abc import Sequence

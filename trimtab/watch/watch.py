@@ -83,6 +83,7 @@ class Watch:
         self._together = Together(model, self._params)
         self._ear = Ear(self.model, taps, self._note_error) if taps is not False else None
         self._error: str | None = None
+        self._agreed = False  # all processes know of it
         self._signals: Signals | None = None
         self._deep: list[Tensor] = []  # rounding of the state, then totals
         self._losses: list[Any] = []  # since the last look
@@ -110,8 +111,9 @@ class Watch:
             alarms = self._look(grad_norm)
             self._listen()
         except Exception as error:
-            # Processes agree on an error when they exchange losses; one that comes later waits for the next look.
             self._note_error(error)
+            if self._together.several and not self._agreed:
+                return []  # the others would wait for us: tell them at the next look, and leave together
             self.close()
             return [self._own_alarm()]
         return alarms
@@ -162,7 +164,7 @@ class Watch:
             self._act(signals)
         signals.measure_updates()
         if self._is_deep(self.steps + 1):
-            self._deep = [totals_of.measure_state_error(*self._where(), look=self.steps // self.deep_every)]
+            self._deep = [totals_of.measure_state_error(*self._where(), self.steps // self.deep_every)]
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
@@ -172,7 +174,7 @@ class Watch:
             if self._deep:
                 self._try(lambda: self._deep.append(totals_of.measure_totals(*self._where())))
 
-    def _where(self) -> tuple[Any, ...]:
+    def _where(self) -> tuple[torch.optim.Optimizer, Plan, Together, Callable[[Exception], None]]:
         return self.optimizer, self._plan, self._together, self._note_error
 
     def _act(self, signals: Signals) -> None:
@@ -209,6 +211,7 @@ class Watch:
             means, maxima, heard = deep.read()
         failed, pending, self._losses = self._error is not None, self._losses, []
         shared = exchange(self._together, pending, width=self.every, failed=failed, names=(means, maxima))
+        self._agreed = shared.failed
         if shared.failed:
             raise RuntimeError("an error in the watcher of another process")
         if self._together.several and shared.alike and len(heard):
