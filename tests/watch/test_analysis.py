@@ -64,6 +64,7 @@ def test_the_incomplete_beta_function_of_simple_arguments():
     assert incomplete_beta(1, 1, 0.3) == pytest.approx(0.3, rel=1e-14)  # uniform
     assert incomplete_beta(3, 1, 0.3) == pytest.approx(0.3**3, rel=1e-14)
     assert incomplete_beta(1, 4, 0.3) == pytest.approx(1 - 0.7**4, rel=1e-14)
+    assert incomplete_beta(2, 2, 0.5) == pytest.approx(0.5, rel=1e-14)  # where both sides are as good
     assert incomplete_beta(0.5, 0.5, 0.2) == pytest.approx(2 / math.pi * math.asin(math.sqrt(0.2)), rel=1e-13)
     with pytest.raises(ValueError, match="x in"):
         incomplete_beta(1, 1, 1.5)
@@ -250,10 +251,22 @@ def test_the_lead_time_table_counts_spikes_announcements_and_false_alarms(spiky)
 
 def test_the_tensor_that_spiked_first_is_named(spiky):
     first, second = first_spikes(read_run(spiky), SpikeRules(ignore=100))
-    assert (first.step, first.loss, first.lead) == (300, 4.0, 5)
+    assert (first.step, first.peak, first.lead) == (300, (300, 4.0), 5)
+    assert first.size == pytest.approx(2, rel=0.01)
     assert first.tensors == [("conv1", 295, 3.0), ("mlp", 298, 2.5)]
     assert first.usual[0] == pytest.approx(2.0, abs=0.01)
     assert second.tensors == [("conv1", 695, 3.0)]
+
+
+def test_a_tensor_that_spikes_between_onset_and_peak_is_named_with_no_lead(tmp_path):
+    losses, rms = noise(400), np.ones(400)
+    losses[299:303] = 2.2, 2.5, 9.0, 4.0
+    rms[[299, 301]] = 2.5, 8.0
+    (spike,) = first_spikes(
+        read_run(write_run(tmp_path, losses, {"w": rms, "late": np.roll(rms, 5)})), SpikeRules(ignore=0)
+    )
+    assert (spike.step, spike.peak) == (300, (302, 9.0))
+    assert (spike.tensors, spike.lead) == ([("w", 300, 2.5)], 0)
 
 
 def test_correlations_pair_the_loss_ratio_with_the_second_moments(spiky):
@@ -268,7 +281,7 @@ def test_the_whole_analysis_reads_as_text(spiky):
     text = str(analyze(spiky))
     for part in (
         "any tensor: 2 of 2",
-        "loss spike at 300: 4",
+        "loss spike at 300: 4 at 300",
         "conv1 3.00 at 295",
         "loss ratio: ",
         "var_l1: Pearson 0.99",

@@ -73,8 +73,9 @@ def test_a_loss_spike_is_traced_to_the_tensor_that_spiked_first(folder):
     found = folder.only("loss spike")
     assert (found.step, found.where) == (300, "second.weight")
     text = str(found)
-    assert "second.weight was first, RMS_t 4.50 at step 294, 6 steps before, then 1 other" in text
-    assert "loss 5, usual 2" in text
+    assert "second.weight was first, RMS_t 4.50 at step 294, 6 steps before, then 1 more" in text
+    assert "leaves its usual 2" in text
+    assert "reaches 5 at step 300" in text
     assert "StableAdamW" in found.advice
 
 
@@ -86,6 +87,23 @@ def test_a_loss_spike_that_nothing_announced_is_not_blamed_on_a_tensor(folder):
     assert "no tensor's RMS_t rose before" in str(found)
     assert "1 of 1 RMS spikes had no loss spike after them" in str(found)
     assert "batches" in found.advice
+
+
+def test_the_worst_spike_is_the_highest_and_small_ones_are_left_out(folder):
+    folder.losses[[199, 200]] = 3.0
+    folder.losses[299:302] = 2.3, 9.0, 4.0
+    folder.losses[[349, 350]] = 2.15
+    folder.losses[320:345] = 2 + (folder.losses[320:345] - 2) / 9  # quiet enough for 2.15 to be a spike
+    folder.rms["first.weight"][299] = 3.0
+    found = folder.only("loss spike")
+    assert found.what == "Loss spikes: 2, the first at step 200, the worst at step 301."
+    assert found.where == "first.weight"
+    assert "RMS_t 3.00 at step 300, not before the loss, but 1 before its peak" in str(found)
+
+
+def test_a_rise_that_nobody_would_call_a_spike_is_none(folder):
+    folder.losses[[299, 300]] = 2.15
+    assert not folder.explain()
 
 
 def test_a_slow_divergence_is_dated_at_the_best_loss(folder):
@@ -170,6 +188,24 @@ def test_skipped_steps_are_counted_with_their_reasons(folder):
     found = folder.only("skips")
     assert found.what == "Skipped steps: 3, the first at step 7, the last at step 90."
     assert found.evidence == ["the loss is not finite"]
+
+
+def test_steps_that_a_watcher_skipped_count_too_and_other_alarms_are_summed_up(folder):
+    acted = {"event": "alarm", "step": 5, "kind": "action", "where": "w", "signal": "skip", "advice": "not taken"}
+    folder.events = [acted, *({"event": "alarm", "step": s, "kind": "rms spike", "where": "w"} for s in (4, 60))]
+    found = folder.only("skips")
+    assert (found.step, found.evidence) == (5, ["not taken"])
+    assert "3 alarms (2 rms spike, 1 action)" in folder.explain().summary
+
+
+def test_output_logits_are_not_taken_for_those_of_attention(folder):
+    folder.write()
+    lines = [json.loads(line) for line in (folder.path / "signals.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        line["layers"][""] = {"logit_max": 2.0 * 1.03**i}
+    (folder.path / "signals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert lines[-1]["layers"][""]["logit_max"] > 1e4
+    assert not explain(folder.path)
 
 
 def test_the_gravest_comes_first_and_all_are_numbered(folder):

@@ -10,6 +10,7 @@ A table over many tensors holds small p-values by luck alone: with a hundred ten
 `ANY` takes all tensors together and is the row that an alarm on any of them must answer for.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,15 +71,21 @@ class LeadTime:
 
 @dataclass(frozen=True)
 class FirstSpike:
-    """One loss spike and the tensors that spiked in the steps before it, the earliest first, the highest of a step."""
+    """One loss spike, and the tensors that spiked before its peak: the earliest first, of a step the highest."""
 
-    step: int
-    loss: float
+    step: int  # at which it begins
     usual: tuple[float, float]  # running mean of the loss before it, and deviation
+    peak: tuple[int, float]  # step and height; a loss that is not finite is the highest
     tensors: list[tuple[str, int, float]]  # name, step, RMS_t there
 
     @property
+    def size(self) -> float:
+        """Peak over the usual loss."""
+        return self.peak[1] / self.usual[0] if math.isfinite(self.peak[1]) and self.usual[0] else math.inf
+
+    @property
     def lead(self) -> int | None:
+        """Steps from the first tensor's spike to where the loss begins to rise; 0 or less if that came first."""
         return self.step - self.tensors[0][1] if self.tensors else None
 
 
@@ -118,7 +125,8 @@ class Analysis:
             lines.append(f"... and {len(self.lead_times) - 8} tensors more")
         for spike in self.first_spikes:
             first = ", ".join(f"{name} {rms:.2f} at {step}" for name, step, rms in spike.tensors[:3]) or "no RMS spike"
-            lines.append(f"loss spike at {spike.step}: {spike.loss:.4g}, usual {spike.usual[0]:.4g}; before it {first}")
+            peak = f"{spike.peak[1]:.4g} at {spike.peak[0]}, usual {spike.usual[0]:.4g}"
+            lines.append(f"loss spike at {spike.step}: {peak}; before the peak {first}")
         lines.append(str(self.ratios))
         for name, (r, p, pairs) in self.correlations.items():
             lines.append(f"loss ratio and {name}: Pearson {r:.3f}, p {p:.1e}, {pairs} steps")
@@ -159,15 +167,16 @@ def lead_time(name: str, early: list[int], late: list[int], steps: ArrayLike, ru
 
 
 def first_spikes(run: Run, rules: SpikeRules = PAPER) -> list[FirstSpike]:
-    """For every loss spike, who spiked before it. Steps ignored for the count of spikes are still looked at."""
+    """For every loss spike, who spiked before its peak."""
     steps, losses = losses_of(run)
     mean, deviation = running_range(losses, rules.window)
     watched, by_tensor = rms_of(run)
     found = []
     for step in loss_spikes(steps, losses, rules):
-        place = int(np.searchsorted(steps, step))
-        usual = (float(mean[place]), float(deviation[place]))
-        found.append(FirstSpike(step, float(losses[place]), usual, _before(step, watched, by_tensor, rules)))
+        near = np.flatnonzero((steps >= step) & (steps < step + rules.gap))
+        top = near[np.where(np.isfinite(losses[near]), losses[near], np.inf).argmax()]
+        peak, usual = (int(steps[top]), float(losses[top])), (float(mean[near[0]]), float(deviation[near[0]]))
+        found.append(FirstSpike(step, usual, peak, _before(step, peak[0], watched, by_tensor, rules)))
     return found
 
 
@@ -202,10 +211,10 @@ def rms_of(run: Run) -> tuple[Ints, Mapping[str, Floats]]:
 
 
 def _before(
-    step: int, watched: Ints, by_tensor: Mapping[str, Floats], rules: SpikeRules
+    onset: int, peak: int, watched: Ints, by_tensor: Mapping[str, Floats], rules: SpikeRules
 ) -> list[tuple[str, int, float]]:
-    """Tensors above the threshold in the lead of a step, each at its first time."""
-    near = (watched >= step - rules.lead[1]) & (watched <= step - rules.lead[0])
+    """Tensors above the threshold from the longest lead before the onset to just before the peak, at their first."""
+    near = (watched >= onset - rules.lead[1]) & (watched <= peak - rules.lead[0])
     found = []
     for name, rms in by_tensor.items():
         high = np.flatnonzero(near & (np.nan_to_num(rms, nan=0.0) >= rules.rms))

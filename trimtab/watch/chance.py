@@ -62,8 +62,10 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
         raise ValueError(f"incomplete_beta needs a, b > 0 and x in [0, 1], got a={a}, b={b}, x={x}")
     if x in (0.0, 1.0):
         return float(x)
-    if x >= (a + 1) / (a + b + 2):
-        return 1.0 - incomplete_beta(b, a, 1 - x)
+    return _left(a, b, x) if x <= (a + 1) / (a + b + 2) else 1.0 - _left(b, a, 1 - x)
+
+
+def _left(a: float, b: float, x: float) -> float:
     front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
     return math.exp(front) / a / _fraction(a, b, x)
 

@@ -11,6 +11,7 @@ What is looked for, the gravest first (findings.py has the rules):
     skips          steps that were not taken
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,5 +77,10 @@ def _summary(run: Run) -> str:
     )
     watched = f"; signals of {len(run.signals.steps)} steps" if len(run.signals.steps) else "; no signals.jsonl"
     broken = f"; {run.broken} lines could not be read" if run.broken else ""
-    alarms = f"; {len(run.of_kind('alarm'))} alarms" if run.of_kind("alarm") else ""
-    return f"{run.folder}: {len(steps)} steps, {end}{loss}{watched}{alarms}{broken}"
+    return f"{run.folder}: {len(steps)} steps, {end}{loss}{watched}{_alarms(run)}{broken}"
+
+
+def _alarms(run: Run) -> str:
+    counts = Counter(str(alarm.get("kind", "?")) for alarm in run.of_kind("alarm"))
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+    return f"; {counts.total()} alarms ({kinds})" if counts else ""

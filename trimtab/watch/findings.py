@@ -17,6 +17,7 @@ CRITICAL_LOGIT = 1e4  # where runs of every size diverged (Wortsman et al. 2023b
 LOGIT_GROWTH, LOGIT_LEAST = 10.0, 50.0  # times the early value, and so large that a softmax is nearly one-hot
 LOGZ_DRIFT = 5.0  # nats
 ENDS_ABOVE = 1.2  # times the best loss
+LEAST_SPIKE = 1.1  # times the usual loss; a loss without noise deviates by less than anybody cares for
 EPS_SHARE = 1 / 11  # of the update lost where the gradient is ten times eps
 
 
@@ -62,36 +63,30 @@ def find_not_finite(run: Run, rules: SpikeRules) -> Finding | None:
 
 
 def find_loss_spikes(run: Run, rules: SpikeRules) -> Finding | None:
-    spikes = first_spikes(run, rules)
+    every = first_spikes(run, rules)
+    spikes = [spike for spike in every if spike.size >= LEAST_SPIKE]
     if not spikes:
         return None
-    worst = max(spikes, key=lambda spike: math.inf if math.isnan(spike.loss) else spike.loss / (spike.usual[0] or 1))
-    table = lead_times(run, rules)
-    announced = next((spike for spike in spikes if spike.tensors), None)
+    worst = max(spikes, key=lambda spike: spike.size)
+    announced = next((spike for spike in spikes if spike.lead is not None and spike.lead >= rules.lead[0]), None)
     shown = {spike.step: spike for spike in (spikes[0], worst, announced) if spike is not None}
     evidence = [_spike_words(spike) for _, spike in sorted(shown.items())]
-    overall = table[0]
-    if overall.rms_spikes:
-        evidence.append(
-            f"an RMS spike of {ANY} began {rules.lead[0]} to {rules.lead[1]} steps before {overall.explained} of "
-            f"{len(spikes)}; chance alone would give {overall.chance * len(spikes):.1f} (p {overall.p:.1e}); "
-            f"{overall.false_alarms} of {len(overall.rms_spikes)} RMS spikes had no loss spike after them"
-        )
-    if len(table) > 1 and table[1].explained:
-        evidence.append(f"the most telling tensor is {table[1]}")
-    what = f"Loss spikes: {len(spikes)}, the first at step {spikes[0].step}, the worst at step {worst.step}."
-    if announced is not None:
+    if len(every) > len(spikes):
+        evidence.append(f"{len(every) - len(spikes)} more, under {LEAST_SPIKE:g} times the usual loss, are left out")
+    evidence += _lead_time_words(run, rules)
+    what = f"Loss spikes: {len(spikes)}, the first at step {spikes[0].step}, the worst at step {worst.peak[0]}."
+    if any(spike.tensors for spike in spikes):
         advice = "StableAdamW, a lower β₂ (RMS_t cannot exceed 1/√(1-β₂)), a longer warm-up, a lower learning rate"
     else:
         advice = (
             "look at the batches of these steps; gradient clipping, a lower learning rate, sequence length warmup. No "
             "RMS_t rose before, so a lower β₂ is less likely to help"
         )
-    where = announced.tensors[0][0] if announced is not None else ""
-    return Finding("loss spike", what, spikes[0].step, where, evidence, advice)
+    first = announced or (worst if worst.tensors else next((spike for spike in spikes if spike.tensors), worst))
+    return Finding("loss spike", what, spikes[0].step, first.tensors[0][0] if first.tensors else "", evidence, advice)
 
 
-def find_divergence(run: Run, _: SpikeRules) -> Finding | None:
+def find_divergence(run: Run, rules: SpikeRules) -> Finding | None:
     """The loss in fifty pieces: is the median of the last far above the lowest?"""
     steps, losses = losses_of(run)
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
@@ -106,6 +101,8 @@ def find_divergence(run: Run, _: SpikeRules) -> Finding | None:
         return None
     since = int(steps[pieces[best][-1]])
     evidence = [f"median loss {low:.4g} around step {since}, {last:.4g} at the end; noise within a piece {noise:.2g}"]
+    begun = [spike for spike in first_spikes(run, rules) if 0 <= spike.step - since <= len(steps) // 20]
+    evidence += [f"it began with the loss spike at step {begun[0].step}"] if begun else []
     evidence += [f"stopped: {e.get('reason', '')}" for e in run.of_kind("stopped")]
     what = f"Divergence: the loss was best around step {since} and ends {last / low:.2f} times as high."
     advice = "a lower learning rate, a longer warm-up, qk-norm, independent weight decay; resume from before that step"
@@ -114,7 +111,8 @@ def find_divergence(run: Run, _: SpikeRules) -> Finding | None:
 
 def find_logit_growth(run: Run, _: SpikeRules) -> Finding | None:
     steps, grown = run.signals.steps, list[tuple[int, str, float, float]]()
-    for layer, values in run.layers("logit_max").items():
+    attends = run.layers("entropy")  # output logits have no entropy, and a largest one too
+    for layer, values in ((name, x) for name, x in run.layers("logit_max").items() if name in attends):
         early = _median(values[np.isfinite(values)][: max(1, len(values) // 10)])
         high = np.isfinite(values) & ((values >= CRITICAL_LOGIT) | (values >= max(LOGIT_GROWTH * early, LOGIT_LEAST)))
         if high.any():
@@ -160,10 +158,11 @@ def find_near_eps(run: Run, _: SpikeRules) -> Finding | None:
 
 
 def find_skips(run: Run, _: SpikeRules) -> Finding | None:
-    skips = [event for event in run.events if str(event.get("event", "")).startswith("skip")]
+    acted = [a for a in run.of_kind("alarm") if a.get("kind") == "action" and a.get("signal") in ("skip", "roll_back")]
+    skips = [*run.of_kind("skipped"), *({"reason": a.get("advice", "")} | a for a in acted)]
     if not skips:
         return None
-    at = [event["step"] for event in skips if isinstance(event.get("step"), int)]
+    at = sorted(event["step"] for event in skips if isinstance(event.get("step"), int))
     reasons = sorted({str(event.get("reason", "no reason given")) for event in skips})
     what = f"Skipped steps: {len(skips)}{f', the first at step {at[0]}, the last at step {at[-1]}' if at else ''}."
     advice = "find what made these steps impossible: the batches, or the instability named above"
@@ -174,13 +173,29 @@ def find_skips(run: Run, _: SpikeRules) -> Finding | None:
 
 
 def _spike_words(spike: FirstSpike) -> str:
+    at, height = spike.peak
     usual = f"usual {spike.usual[0]:.4g} ± {spike.usual[1]:.2g}"
-    text = f"step {spike.step}: loss {spike.loss:.4g}, {usual}; "
-    if not spike.tensors:
+    text = f"step {spike.step}: the loss leaves its {usual} and reaches {height:.4g} at step {at}; "
+    if spike.lead is None:
         return text + "no tensor's RMS_t rose before"
     name, step, rms = spike.tensors[0]
-    more = f", then {len(spike.tensors) - 1} other tensors" if len(spike.tensors) > 1 else ""
-    return text + f"{name} was first, RMS_t {rms:.2f} at step {step}, {spike.lead} steps before{more}"
+    when = f"{spike.lead} steps before" if spike.lead > 0 else f"not before the loss, but {at - step} before its peak"
+    more = f", then {len(spike.tensors) - 1} more tensors" if len(spike.tensors) > 1 else ""
+    return text + f"{name} was first, RMS_t {rms:.2f} at step {step}, {when}{more}"
+
+
+def _lead_time_words(run: Run, rules: SpikeRules) -> list[str]:
+    """Over all loss spikes of the rule, small ones too: how much of it could be chance?"""
+    together, *tensors = lead_times(run, rules)
+    if not together.rms_spikes:
+        return []
+    count = len(together.loss_spikes)
+    words = [
+        f"an RMS spike of {ANY} began {rules.lead[0]} to {rules.lead[1]} steps before {together.explained} of {count}; "
+        f"chance alone would give {together.chance * count:.1f} (p {together.p:.1e}); "
+        f"{together.false_alarms} of {len(together.rms_spikes)} RMS spikes had no loss spike after them"
+    ]
+    return words + ([f"the most telling tensor is {tensors[0]}"] if tensors and tensors[0].explained else [])
 
 
 def _alarm_words(alarm: Record) -> str:
