@@ -106,7 +106,8 @@ class Checkpoints:
 
     def mark_best(self, step: int, validation_loss: float) -> None:
         """Keep this one for as long as no other has a lower validation loss."""
-        if self.processes.rank == 0 and validation_loss < self._read_best()[1]:
+        here = self.processes.rank == 0 and self.path(step).exists()
+        if here and validation_loss < self._read_best()[1]:
             replace_json(self.folder / "best.json", {"step": step, "validation_loss": validation_loss})
 
     def forget_after(self, step: int) -> None:

@@ -119,7 +119,7 @@ class _Run:
         self.state = Progress()
         self.lr = foretell(config).rate  # a fall that was left open ends with the run
         self.board = Board() if config.tensorboard and here.rank == 0 else None
-        self.console, self.saved = console, 0
+        self.console, self.saved = console, 0  # the step that was saved last, or tried to be
         self.evaluated = (0, math.nan)  # step and validation loss
         # All processes start with the same weights; what they draw from now on differs.
         if here.rank:
@@ -305,6 +305,7 @@ class _Run:
 
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
+        self.saved = step
         generators = self.here.gather(_random_state(self.here.device))
         state = {"progress": asdict(self.state), "data": self.batches.state(), "generators": generators}
         loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
@@ -315,7 +316,6 @@ class _Run:
             self._event("checkpoint failed", step=step, reason=f"{error.strerror or error}")
             self.line.say(f"step {step}  no checkpoint: {error.strerror or error}; earlier ones are intact, going on")
             return
-        self.saved = step
         self._event("checkpoint", step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
 
     def load(self, step: int | None) -> None:
