@@ -11,6 +11,10 @@ from rich.console import Console
 
 from trimtab.watch.view import MISSING, POINTS, Curve, View, layer_of, show, sparkline
 
+ALARM = {"event": "alarm", "step": 2, "kind": "rms spike", "where": "head.weight", "signal": "rms", "value": 2.50001}
+ALARM |= {"usual": [0.51, 1.2], "advice": "Lower β₂"}
+ALARM_WORDS = "step 2  rms spike  head.weight  rms 2.5 (usually 0.51 to 1.2). Lower β₂"
+
 
 def drawn(view, width=120):
     console = Console(file=io.StringIO(), width=width)
@@ -71,11 +75,11 @@ def test_tensors_belong_to_blocks_or_modules(name, layer):
 def test_one_frame_shows_loss_layers_and_alarms(tmp_path):
     append(tmp_path, "log", *({"step": i, "loss": 3.0 - i, "grad_norm": 0.5, "lr": 1e-3} for i in (1, 2)))
     append(tmp_path, "signals", signals(1, 1.0), signals(2, 4.25, logit=70.0))
-    append(tmp_path, "events", {"event": "evaluated", "step": 1}, {"event": "alarm", "step": 2, "kind": "rms spike"})
+    append(tmp_path, "events", {"event": "evaluated", "step": 1}, ALARM)
     console = Console(file=io.StringIO(), width=120)
     show(tmp_path, console=console)  # not a terminal: one frame, although the run has not ended
     text = console.file.getvalue()
-    for part in ("running, step 2, lr 0.001", "loss", "▁", "grad_norm", "1 alarms", "step 2  alarm  kind rms spike"):
+    for part in ("running, step 2, lr 0.001", "loss", "▁", "grad_norm", "1 alarms", ALARM_WORDS):
         assert part in text
     row = next(line for line in text.splitlines() if line.startswith("blocks.0"))
     assert "4.25 ▁█" in row  # the highest of the block's tensors
@@ -134,6 +138,14 @@ def test_it_fits_any_terminal(tmp_path, width):
     view = View(tmp_path)
     view.update()
     assert max(map(len, drawn(view, width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("usual", [None, [], [None, None]])
+def test_an_alarm_without_numbers_is_still_told(tmp_path, usual):
+    append(tmp_path, "events", {"event": "alarm", "step": 3, "kind": "non-finite", "value": None, "usual": usual})
+    view = View(tmp_path)
+    view.update()
+    assert "step 3  non-finite" in drawn(view)
 
 
 def test_values_of_the_wrong_kind_are_no_numbers_and_no_reason_to_fail(tmp_path):

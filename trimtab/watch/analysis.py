@@ -65,7 +65,7 @@ class LeadTime:
         lead = "" if self.median_lead is None else f", {self.median_lead:g} steps before (median)"
         return (
             f"{self.name}: {self.explained} of {len(self.loss_spikes)} loss spikes announced{lead}; chance "
-            f"{self.chance:.2%}, p {self.p:.1e}; {self.false_alarms} of {len(self.rms_spikes)} RMS spikes false"
+            f"{self.chance:.2%}, p {self.p:.2g}; {self.false_alarms} of {len(self.rms_spikes)} RMS spikes false"
         )
 
 
@@ -120,16 +120,18 @@ class Analysis:
     correlations: dict[str, Correlation] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [str(row) for row in self.lead_times[:8]]
-        if len(self.lead_times) > 8:
-            lines.append(f"... and {len(self.lead_times) - 8} tensors more")
+        together, *tensors = self.lead_times
+        telling = [row for row in tensors if row.explained][:8]
+        lines = [str(together), *map(str, telling)]
+        if len(tensors) > len(telling):
+            lines.append(f"... and {len(tensors) - len(telling)} tensors with RMS spikes more")
         for spike in self.first_spikes:
             first = ", ".join(f"{name} {rms:.2f} at {step}" for name, step, rms in spike.tensors[:3]) or "no RMS spike"
             peak = f"{spike.peak[1]:.4g} at {spike.peak[0]}, usual {spike.usual[0]:.4g}"
             lines.append(f"loss spike at {spike.step}: {peak}; before the peak {first}")
         lines.append(str(self.ratios))
         for name, (r, p, pairs) in self.correlations.items():
-            lines.append(f"loss ratio and {name}: Pearson {r:.3f}, p {p:.1e}, {pairs} steps")
+            lines.append(f"loss ratio and {name}: Pearson {r:.3f}, p {p:.2g}, {pairs} steps")
         return "\n".join(lines)
 
 

@@ -95,16 +95,16 @@ def find_divergence(run: Run, rules: SpikeRules) -> Finding | None:
     pieces = np.array_split(np.arange(len(losses)), 50)
     medians = np.array([np.median(losses[piece]) for piece in pieces])
     noise = float(np.median([np.std(losses[piece]) for piece in pieces]))
-    best = int(medians.argmin())
-    low, last = medians[best], medians[-1]
+    low, last = float(medians.min()), float(medians[-1])
     if not (last > ENDS_ABOVE * low and last - low > 2 * noise):
         return None
-    since = int(steps[pieces[best][-1]])
+    near = np.flatnonzero(medians <= low + 0.1 * (last - low))[-1]  # where it was last about as good
+    since = int(steps[pieces[near][-1]])
     evidence = [f"median loss {low:.4g} around step {since}, {last:.4g} at the end; noise within a piece {noise:.2g}"]
     begun = [spike for spike in first_spikes(run, rules) if 0 <= spike.step - since <= len(steps) // 20]
     evidence += [f"it began with the loss spike at step {begun[0].step}"] if begun else []
     evidence += [f"stopped: {e.get('reason', '')}" for e in run.of_kind("stopped")]
-    what = f"Divergence: the loss was best around step {since} and ends {last / low:.2f} times as high."
+    what = f"Divergence: the loss was as good as ever until step {since} and ends {last / low:.2f} times as high."
     advice = "a lower learning rate, a longer warm-up, qk-norm, independent weight decay; resume from before that step"
     return Finding("divergence", what, since, "", evidence, advice)
 
@@ -192,7 +192,7 @@ def _lead_time_words(run: Run, rules: SpikeRules) -> list[str]:
     count = len(together.loss_spikes)
     words = [
         f"an RMS spike of {ANY} began {rules.lead[0]} to {rules.lead[1]} steps before {together.explained} of {count}; "
-        f"chance alone would give {together.chance * count:.1f} (p {together.p:.1e}); "
+        f"chance alone would give {together.chance * count:.1f} (p {together.p:.2g}); "
         f"{together.false_alarms} of {len(together.rms_spikes)} RMS spikes had no loss spike after them"
     ]
     return words + ([f"the most telling tensor is {tensors[0]}"] if tensors and tensors[0].explained else [])

@@ -207,9 +207,15 @@ def _short(value: Any) -> str:
 
 
 def _event_words(event: Record) -> str:
+    step = f"step {event.get('step', '?')}"
+    if event.get("event") == "alarm":
+        low, high = (*(event.get("usual") or ()), None, None)[:2]
+        usual = "" if low is None or high is None else f" (usually {_short(low)} to {_short(high)})"
+        value = f"{event.get('signal', '')} {_short(event.get('value'))}{usual}"
+        return f"{step}  {event.get('kind')}  {event.get('where', '')}  {value}. {event.get('advice', '')}"
     rest = {k: v for k, v in event.items() if k not in ("event", "time", "step") and v not in (None, "")}
     words = ", ".join(f"{k} {v if isinstance(v, str | int) else json.dumps(v)}" for k, v in rest.items())
-    return f"step {event.get('step', '?')}  {event.get('event')}  {words}"
+    return f"{step}  {event.get('event')}  {words}"
 
 
 def _style(event: Record) -> str:
