@@ -97,10 +97,12 @@ def _later(function: Callable[..., int]) -> Callable[..., Callable[[], int]]:
 
 
 def _unboxed(text: str) -> str:
-    """The first paragraph of a message that tyro drew a box around."""
-    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("─")), len(lines))
-    return re.sub(r"^Error parsing (\w*Run: )?", "", " ".join(lines[:rule])) or "the options cannot be read"
+    """The first paragraph of a message that tyro drew a box around, or, where letters are ASCII, a line under."""
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("─-╭╮╰╯")]
+    first = 1 if text.startswith("╭") or not rules else rules[0] + 1  # after the title
+    last = next((i for i in rules if i > first), len(lines))
+    return re.sub(r"^Error parsing (\w*Run: )?", "", " ".join(lines[first:last]).strip()) or text.strip()
 
 
 def _check_options(words: list[str], known: list[str]) -> None:
