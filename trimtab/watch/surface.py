@@ -243,7 +243,7 @@ def _seal(batch: Batch) -> Batch:
 
 def _convert(batch: Batch, p: Tensor, place: int, state: State) -> None:
     """One tensor in contiguous float32, and amsgrad's maximum in place of its second moment."""
-    flat = {key: _float(x) for key, x in state.items() if isinstance(x, Tensor) and x.dim() and key in USED}
+    flat = {key: _float(x) for key, x in state.items() if isinstance(x, Tensor) and key in USED}
     mine, grad = _float(p), _float(_grad_of(p))
     batch.where, batch.owners, batch.params, batch.grads = [place], [p], [mine], [grad]
     batch.counts, batch.coded = [state.get("step", 0)], False

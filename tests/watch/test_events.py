@@ -1,0 +1,200 @@
+"""The rules of the alarms: what sets them off, what does not, and that windows survive a resume."""
+
+import json
+import math
+
+import pytest
+
+from trimtab.watch.events import Alarm, Detector, Rules
+
+NOW = Rules(ignore=0)
+
+
+def tensor(**values: float) -> dict[str, float]:
+    usual = {"rms": 1.0, "grad_rms": 1e-2, "param_rms": 1.0, "update_rms": 1e-3, "ratio": 1e-3, "eps_share": 1e-6}
+    return usual | values
+
+
+def losses(detector: Detector, values: list[float], start: int = 1) -> list[Alarm]:
+    return [alarm for i, x in enumerate(values) for alarm in detector.see_loss(start + i, x)]
+
+
+def calm(count: int) -> list[float]:
+    return [2.0 + 0.1 * (-1) ** i for i in range(count)]  # mean 2, deviation 0.1
+
+
+def test_an_rms_spike_names_the_tensor_the_usual_range_and_what_helps():
+    detector = Detector(NOW)
+    for step in range(1, 31):
+        assert detector.see_tensors(step, {"a": tensor(rms=1 + 0.1 * (-1) ** step), "b": tensor()}, {}) == []
+    hints = {"a": {"betas": (0.9, 0.999), "eps": 1e-8}}
+    (alarm,) = detector.see_tensors(31, {"a": tensor(rms=3.0), "b": tensor(rms=2.4)}, hints)
+    assert (alarm.step, alarm.kind, alarm.where, alarm.value, alarm.also) == (31, "rms spike", "a", 3.0, ("b",))
+    assert alarm.usual == pytest.approx((0.8, 1.2), abs=0.01)
+    line = str(alarm)
+    for part in ("step 31", "a and 1 more", "rms 3", "usually 0.8 to 1.2", "β₂ (now 0.999)", "StableAdamW"):
+        assert part in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(("rms", "spikes"), [(2.29999, False), (2.3, True), (math.nan, False)])
+def test_the_limit_of_rms_belongs_to_the_spike(rms, spikes):
+    assert bool(Detector(NOW).see_tensors(1, {"a": tensor(rms=rms)}, {})) == spikes
+
+
+def test_the_first_steps_are_ignored_and_no_more():
+    detector = Detector(Rules(ignore=5))
+    seen = [bool(detector.see_tensors(step, {"a": tensor(rms=9.0)}, {})) for step in range(1, 8)]
+    assert seen == [False] * 5 + [True, False]
+
+
+def test_events_closer_than_ten_steps_are_one():
+    def alarmed(steps: list[int], every: int = 1) -> list[int]:
+        detector = Detector(NOW, every)
+        return [s for s in steps if detector.see_tensors(s, {"a": tensor(rms=5.0)}, {})]
+
+    assert alarmed([1, 2, 11, 21, 31]) == [1]
+    assert alarmed([1, 12, 22]) == [1, 12]
+    assert alarmed([20, 40, 60], every=20) == [20]  # it was there at every look
+
+
+def test_a_loss_spike_needs_two_deviations_and_is_dated_at_the_first():
+    detector = Detector(NOW)
+    assert losses(detector, calm(100)) == []
+    assert losses(detector, [2.5], 101) == []
+    assert losses(detector, calm(3), 102) == []
+    (alarm,) = losses(detector, [2.6], 105)
+    assert (alarm.kind, alarm.step, alarm.value) == ("loss spike", 101, 2.6)
+    assert alarm.usual[1] < 2.6
+    assert losses(detector, [3.0], 106) == []  # the same event
+    assert losses(detector, calm(100), 107) == []
+    assert losses(detector, [9.0, *calm(10), 9.0], 207) == []  # ten steps apart
+
+
+def test_the_limit_of_a_loss_is_so_many_deviations_over_the_window():
+    for loss, deviates in ((2.319, False), (2.321, True)):
+        detector = Detector(Rules(ignore=0, deviating=1))
+        losses(detector, calm(100))
+        assert bool(losses(detector, [loss], 101)) == deviates
+    loose = Detector(Rules(ignore=0, deviating=1, deviations=4.0))
+    losses(loose, calm(100))
+    assert losses(loose, [2.39], 101) == []
+
+
+def test_a_constant_loss_does_not_deviate_from_itself():
+    assert losses(Detector(Rules(ignore=0, deviating=1)), [1.5] * 200) == []
+
+
+def test_the_window_forgets():
+    detector = Detector(Rules(ignore=0, window=30, deviating=1))
+    losses(detector, [100.0] * 50 + calm(30))
+    assert len(detector.losses) == 30
+    assert losses(detector, [3.0], 81)
+
+
+def test_nan_enters_no_window_and_is_an_alarm_of_its_own():
+    detector = Detector(NOW)
+    losses(detector, calm(100))
+    before = list(detector.losses)
+    alarms = losses(detector, [math.nan, math.inf, -math.inf], 101)
+    assert [alarm.kind for alarm in alarms] == ["non-finite", "loss spike"]
+    assert detector.losses == before
+    assert detector.best == 1.9
+    assert json.loads(json.dumps(alarms[0].to_json(), allow_nan=False))["value"] is None
+
+
+def test_non_finite_tensors_are_named_in_the_order_of_the_model():
+    detector = Detector(Rules())
+    found = {
+        "a": tensor(),
+        "b": tensor(grad_rms=math.inf, update_rms=math.nan, rms=math.nan),
+        "c": tensor(grad_rms=math.nan),
+    }
+    alarms = detector.see_tensors(1, found, {})  # also in the steps that spikes ignore
+    assert [(x.kind, x.signal, x.where, x.also) for x in alarms] == [
+        ("non-finite", "grad_rms", "b", ("c",)),
+        ("non-finite", "update_rms", "b", ()),
+    ]
+    assert "inf" in str(alarms[0])
+
+
+def test_gradients_near_eps_are_found_and_those_that_are_zero_are_not():
+    detector = Detector(Rules())
+    shares = {"far": 1e-6, "near": 0.1, "gone": 0.6, "zero": 1.0}
+    found = {n: tensor(eps_share=x, grad_rms=0.0 if n == "zero" else 1e-8 * (1 / x - 1)) for n, x in shares.items()}
+    (alarm,) = detector.see_tensors(1, found, {"gone": {"eps": 1e-8}})
+    assert (alarm.kind, alarm.where, alarm.also) == ("gradient near eps", "gone", ("near",))
+    assert "now 1e-08" in alarm.advice
+
+
+def test_attention_logits_near_the_critical_value():
+    detector = Detector(Rules())
+    assert detector.see_layers(1, {"a": {"logit_max": 999.0, "entropy": 1.0}}) == []
+    (alarm,) = detector.see_layers(2, {"a": {"logit_max": 1000.0, "entropy": 1.0}})
+    assert (alarm.kind, alarm.where) == ("attention logits", "a")
+    assert "qk-norm" in alarm.advice
+    (broken,) = detector.see_layers(3, {"b": {"out_rms": math.nan, "out_max": math.nan}})
+    assert (broken.kind, broken.where) == ("non-finite", "b")
+
+
+def drift(signal: str, value: "list[float]", window: int = 10) -> list[Alarm]:
+    detector = Detector(Rules(ignore=0, window=window, fewest=1))
+    return [a for step, x in enumerate(value, 1) for a in detector.see_drift(step, {("output", signal): x})]
+
+
+def test_drift_is_one_way_and_far():
+    slow = [0.02 * step for step in range(200)]  # 0.2 in a window of 10
+    fast = [-0.1 * step for step in range(200)]
+    wave = [10 * math.sin(step / 7) for step in range(200)]
+    assert drift("logz", slow) == []
+    assert drift("logz", wave) == []
+    alarms = drift("logz", fast)
+    assert alarms[0].step == 60  # six windows closed, five changes
+    assert "z-loss" in alarms[0].advice
+    assert drift("param_rms", [1.01**step for step in range(200)]) == []  # 1.6 in five windows
+    (first, *_) = drift("param_rms", [1.02**step for step in range(200)])
+    assert (first.kind, first.signal) == ("drift", "param_rms")
+    assert drift("param_rms", [1.0 if step % 2 else math.nan for step in range(200)]) == []
+
+
+def test_a_resume_continues_every_window_exactly():
+    def see(detector: Detector, step: int) -> list[Alarm]:
+        loss = 2 + 0.1 * math.sin(step) + (3.0 if step in (71, 74, 90) else 0)
+        found = {"a": tensor(rms=1 + 0.01 * (step % 7) + (2 if step in (70, 76) else 0), grad_rms=1.0 / step)}
+        alarms = detector.see_loss(step, loss if step != 65 else math.nan) + detector.see_tensors(step, found, {})
+        return alarms + detector.see_drift(step, {("output", "logz"): 0.3 * step})
+
+    rules = Rules(ignore=0, window=13, fewest=5)
+    whole, first = Detector(rules), Detector(rules)
+    expected = {step: see(whole, step) for step in range(1, 101)}
+    for step in range(1, 74):
+        see(first, step)
+    second = Detector(rules)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    assert {step: see(second, step) for step in range(74, 101)} == {s: expected[s] for s in range(74, 101)}
+    assert second.state_dict() == whole.state_dict()
+    assert any(expected[s] for s in range(74, 101))
+
+
+def test_a_state_is_a_copy():
+    detector = Detector(NOW)
+    losses(detector, calm(5))
+    state = detector.state_dict()
+    losses(detector, calm(5), 6)
+    assert len(state["losses"]) == 5
+    with pytest.raises(ValueError, match="no state of a watcher: it has no losses"):
+        detector.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"window": 0}, "window"),
+        ({"fewest": 200}, "never fit"),
+        ({"drift_factor": 0.5}, "above 1"),
+        ({"gap": 0}, "gap"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Rules(**wrong)
