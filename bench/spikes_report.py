@@ -18,6 +18,7 @@ from trimtab.watch.spikes import (
     exceeds,
     explain_spikes,
     loss_spikes,
+    merge,
     rms_spikes,
     running_range,
 )
@@ -48,9 +49,11 @@ class Count:
     after: int  # loss spikes that an RMS spike followed within the same number of steps: the mirror image
 
 
-def count(runs: Sequence[Run], tensor: str | None, moment: Moment, rules: SpikeRules = RULES) -> Count:
-    """`tensor` None counts the RMS spikes of all."""
-    parts = [_count_one(run, tensor, moment, rules) for run in runs]
+def count(
+    runs: Sequence[Run], tensor: str | None, moment: Moment, rules: SpikeRules = RULES, share: float = 0.0
+) -> Count:
+    """`tensor` None counts the RMS spikes of all, or with a `share` the steps at which so many are high together."""
+    parts = [_count_one(run, moment, rules, alarms(run, tensor, rules, share)) for run in runs]
     late, hits = sum(part["late"] for part in parts), sum(len(part["leads"]) for part in parts)
     expected = sum(part["late"] * part["chance"] for part in parts if part["late"])
     chance = expected / late if late else statistics.fmean(part["chance"] for part in parts)
@@ -117,12 +120,20 @@ def _race_row(r: dict[str, Any]) -> tuple[Any, ...]:
     return len(r["ahead"]), first, same, later, len(r["ahead"]) - len(known), won
 
 
-def _count_one(run: Run, tensor: str | None, moment: Moment, rules: SpikeRules) -> dict[str, Any]:
+def alarms(run: Run, tensor: str | None, rules: SpikeRules, share: float = 0.0) -> list[int]:
+    """The steps at which RMS spikes begin."""
+    watched, by_tensor = rms_of(run)
+    if share:
+        high = np.concatenate([exceeds(watched, rms, rules) for rms in by_tensor.values()])
+        found, times = np.unique(high, return_counts=True)
+        return merge(found[times >= share * len(by_tensor)], rules.gap)
+    names = list(by_tensor) if tensor is None else [tensor]
+    return sorted({step for name in names for step in rms_spikes(watched, by_tensor[name], rules)})
+
+
+def _count_one(run: Run, moment: Moment, rules: SpikeRules, early: list[int]) -> dict[str, Any]:
     steps, _ = losses_of(run)
     late = moments(run, moment, rules)
-    watched, by_tensor = rms_of(run)
-    names = list(by_tensor) if tensor is None else [tensor]
-    early = sorted({step for name in names for step in rms_spikes(watched, by_tensor[name], rules)})
     causes = explain_spikes(late, early, rules)
     first, last = rules.lead
     return {
@@ -164,10 +175,41 @@ def write_report(runs: Mapping[str, list[Run]], settings: Mapping[str, dict[str,
         rules = [(f"RMS ≥ {limit:g}", replace(RULES, rms=limit)) for limit in (1.8, 2.3, 3.0, 4.0, 6.0)]
         rules += [(f"window {window}", replace(RULES, window=window)) for window in (30, 100)]
         scan = {name: {m: asdict(count(adamw, None, m, rule)) for m in TITLES} for name, rule in rules}
+        for share in (0.1, 0.25, 0.5):
+            name = f"{share:.0%} of the tensors at once"
+            scan[name] = {m: asdict(count(adamw, None, m, share=share)) for m in TITLES}
         data["other rules"] = scan
         lines += ["", "## Other constants, all AdamW runs, any tensor", ""]
         lines += _count_table({(name, m): c for name, group in scan.items() for m, c in group.items()})
+        lines[1:1] = _in_short(data, adamw)
     return "\n".join(lines) + "\n", _clean(data)
+
+
+def _in_short(data: dict[str, Any], adamw: Sequence[Run]) -> list[str]:
+    """What the tables say, in sentences that cannot say anything else."""
+    onset, peak = (data[moment]["all AdamW"][ANY] for moment in ("onset", "peak"))
+    many = data["other rules"]["25% of the tensors at once"]["peak"]
+    ahead = race(adamw).ahead
+    won = sum(x is not None and x > 0 for x in ahead)
+    return [
+        f"In short, over {onset['runs']} AdamW runs of {onset['steps']:,} counted steps, RMS_t of any tensor:",
+        "",
+        f"- {_share(onset['announced'], onset['loss_spikes'])} loss spikes began after an RMS spike, "
+        f"{onset['chance']:.0%} would by chance (p {onset['p']:.2g}); "
+        f"{_share(onset['same_step'], onset['loss_spikes'])} began in the very same step.",
+        f"- {_share(peak['announced'], peak['loss_spikes'])} large spikes had an RMS spike before their peak, "
+        f"{peak['chance']:.0%} would by chance (p {peak['p']:.2g}); median lead "
+        f"{statistics.median(peak['leads'] or [math.nan]):g} steps. The loss itself gave the alarm as early or "
+        f"earlier in all but {won} of {len(ahead)}.",
+        f"- {_share(peak['false_alarms'], peak['rms_spikes'])} RMS spikes had no large spike after them. Asking for a "
+        f"quarter of the tensors at once, {_share(many['false_alarms'], many['rms_spikes'])}, and "
+        f"{_share(many['announced'], many['loss_spikes'])} large spikes are still announced.",
+        "",
+    ]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({part / whole:.0%})" if whole else "0 of 0"
 
 
 def _count_setting(runs: Sequence[Run], model: str, moment: Moment) -> dict[str, dict[str, Any]]:

@@ -45,6 +45,11 @@ def test_counts_are_added_up_over_runs():
     assert count(some, None, "peak").leads == [2, 5]
 
 
+@pytest.mark.parametrize(("share", "announced"), [(0.5, 1), (0.6, 0)])
+def test_alarms_may_ask_for_a_share_of_the_tensors(share, announced):
+    assert count([run({297})], None, "onset", share=share).announced == announced  # one of the two tensors is high
+
+
 def test_a_spike_is_large_if_it_doubles_the_loss():
     assert large_spikes(run(set(), peak=9.0)) == [(300, 302)]
     assert large_spikes(run(set(), peak=3.5)) == []
@@ -63,6 +68,15 @@ def test_inputs_change_for_a_while_now_and_then():
     assert changed == [*range(201, 240), *range(400, 440)]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of its own for the pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("optimizer", ["adamw", "stable_adamw"])
 def test_a_run_is_trained_to_a_folder_with_the_rms_of_every_tensor(tmp_path, optimizer):
     setting = Setting(model="clip", lr=1e-3, beta2=0.99, batch=4, steps=3, optimizer=optimizer)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -310,7 +311,7 @@ def test_a_log_with_nothing_but_losses_is_analysed(tmp_path):
 @given(st.lists(st.tuples(st.floats(), st.floats()), max_size=60))
 @settings(max_examples=60, deadline=None)
 def test_no_numbers_in_a_log_make_the_analysis_fail(pairs):
-    run = Run(folder=None)  # type: ignore[arg-type]
+    run = Run(Path())
     for step, (loss, rms) in enumerate(pairs, start=1):
         run.log.add(step, [("loss", loss)])
         run.signals.add(step, [("tensors/w/rms", rms), ("totals/var_l1", rms)])
@@ -330,6 +331,18 @@ def test_broken_lines_are_skipped_and_counted_and_a_step_taken_twice_counts_once
     assert run.log.column("loss").tolist() == [3.0, 5.0]
     assert run.broken == 2
     assert np.isnan(run.log.column("nobody")).all()
+
+
+def test_a_series_that_grows_keeps_its_columns_in_step():
+    series = Run(Path()).log
+    series.add(2, [("a", 2.0)])
+    assert series.column("a").tolist() == [2.0]
+    series.add(3, [("b", 3.0)])
+    series.add(1, [("a", 1.0), ("b", 9.0)])
+    series.add(2, [("a", 5.0)])
+    assert series.steps.tolist() == [1, 2, 3]
+    np.testing.assert_equal(series.column("a"), [1.0, 5.0, np.nan])
+    np.testing.assert_equal(series.column("b"), [9.0, np.nan, 3.0])
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -62,6 +62,8 @@ class Series:
     def __init__(self) -> None:
         self._steps = array("q")
         self._values: dict[str, array[float]] = {}
+        self._known_order: Ints = np.empty(0, dtype=np.int64)
+        self._ordered = 0  # steps that order was made for
 
     def add(self, step: int, values: Iterable[tuple[str, float]]) -> None:
         place = len(self._steps)
@@ -88,9 +90,11 @@ class Series:
 
     def _order(self) -> Ints:
         """Places in the order of the steps; of a step that comes twice, the last."""
-        steps = np.array(self._steps, dtype=np.int64)
-        _, last = np.unique(steps[::-1], return_index=True)
-        return len(steps) - 1 - last
+        if self._ordered != len(self._steps):
+            steps = np.array(self._steps, dtype=np.int64)
+            _, last = np.unique(steps[::-1], return_index=True)
+            self._known_order, self._ordered = len(steps) - 1 - last, len(steps)
+        return self._known_order
 
 
 @dataclass
