@@ -17,6 +17,8 @@ from trimtab.watch.spikes import (
     chance_rate,
     deviates,
     explain_spikes,
+    find_peak,
+    loss_spans,
     loss_spikes,
     merge,
     rms_spikes,
@@ -176,6 +178,18 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_does_not_blind_the_rule():
     losses[[150, 152]] = 4.0
     assert loss_spikes(range(1, 201), losses, RULES) == [51, 151]
     assert loss_spikes(range(1, 41), np.full(40, np.nan), RULES) == [1]
+
+
+def test_the_peak_of_a_spike_may_come_long_after_its_onset():
+    losses = noise(400)
+    losses[299:330] = np.geomspace(2.1, 9, 31)  # deviates all the way up
+    losses[330:340] = np.linspace(8, 2, 10)
+    (span,) = loss_spans(range(1, 401), losses, SpikeRules(ignore=0))
+    assert span[0] == 300
+    assert 325 <= span[1] <= 335
+    assert find_peak(range(1, 401), losses, span) == (330, pytest.approx(9))
+    losses[310] = np.nan
+    assert find_peak(range(1, 401), losses, span)[0] == 311
 
 
 @pytest.mark.parametrize(("early", "cause"), [(100, None), (99, 99), (92, 92), (91, None)])

@@ -28,6 +28,8 @@ from trimtab.watch.spikes import (
     SpikeRules,
     chance_rate,
     explain_spikes,
+    find_peak,
+    loss_spans,
     loss_spikes,
     rms_spikes,
     running_range,
@@ -174,11 +176,11 @@ def first_spikes(run: Run, rules: SpikeRules = PAPER) -> list[FirstSpike]:
     mean, deviation = running_range(losses, rules.window)
     watched, by_tensor = rms_of(run)
     found = []
-    for step in loss_spikes(steps, losses, rules):
-        near = np.flatnonzero((steps >= step) & (steps < step + rules.gap))
-        top = near[np.where(np.isfinite(losses[near]), losses[near], np.inf).argmax()]
-        peak, usual = (int(steps[top]), float(losses[top])), (float(mean[near[0]]), float(deviation[near[0]]))
-        found.append(FirstSpike(step, usual, peak, _before(step, peak[0], watched, by_tensor, rules)))
+    for span in loss_spans(steps, losses, rules):
+        place = int(np.searchsorted(steps, span[0]))
+        usual = (float(mean[place]), float(deviation[place]))
+        peak = find_peak(steps, losses, span, rules)
+        found.append(FirstSpike(span[0], usual, peak, _before(span[0], peak[0], watched, by_tensor, rules)))
     return found
 
 

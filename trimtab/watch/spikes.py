@@ -75,13 +75,28 @@ def deviates(losses: ArrayLike, rules: SpikeRules = PAPER) -> Mask:
 
 def loss_spikes(steps: ArrayLike, losses: ArrayLike, rules: SpikeRules = PAPER) -> list[int]:
     """The steps at which loss spikes begin."""
+    return [first for first, _ in loss_spans(steps, losses, rules)]
+
+
+def loss_spans(steps: ArrayLike, losses: ArrayLike, rules: SpikeRules = PAPER) -> list[tuple[int, int]]:
+    """First and last deviating step of every loss spike."""
     numbers = np.asarray(steps, dtype=np.int64)
     found = numbers[deviates(losses, rules) & (numbers > rules.ignore)]
     confirmed, last = np.zeros(len(found), dtype=bool), rules.deviating - 1
     for i in range(len(found) - last):
         if found[i + last] - found[i] < rules.gap:
             confirmed[i : i + last + 1] = True
-    return merge(found[confirmed], rules.gap)
+    return merge_spans(found[confirmed], rules.gap)
+
+
+def find_peak(
+    steps: ArrayLike, losses: ArrayLike, span: tuple[int, int], rules: SpikeRules = PAPER
+) -> tuple[int, float]:
+    """Step and height of the highest loss of a spike, looked for `gap` steps long at least; NaN is the highest."""
+    numbers, values = np.asarray(steps, dtype=np.int64), np.asarray(losses, dtype=np.float64)
+    near = np.flatnonzero((numbers >= span[0]) & (numbers <= max(span[1], span[0] + rules.gap - 1)))
+    top = near[np.where(np.isfinite(values[near]), values[near], np.inf).argmax()]
+    return int(numbers[top]), float(values[top])
 
 
 def rms_spikes(steps: ArrayLike, rms: ArrayLike, rules: SpikeRules = PAPER) -> list[int]:
@@ -98,10 +113,14 @@ def exceeds(steps: ArrayLike, rms: ArrayLike, rules: SpikeRules = PAPER) -> Ints
 
 def merge(steps: ArrayLike, gap: int) -> list[int]:
     """Steps that follow each other within `gap` become one, the first. A long series is one, however long."""
+    return [first for first, _ in merge_spans(steps, gap)]
+
+
+def merge_spans(steps: ArrayLike, gap: int) -> list[tuple[int, int]]:
+    """The same, with the last of each."""
     numbers = np.unique(np.asarray(steps, dtype=np.int64))
-    first = np.ones(len(numbers), dtype=bool)
-    first[1:] = np.diff(numbers) > gap
-    return [int(step) for step in numbers[first]]
+    breaks = np.flatnonzero(np.diff(numbers) > gap) + 1
+    return [(int(part[0]), int(part[-1])) for part in np.split(numbers, breaks) if len(part)]
 
 
 def explain_spikes(late: Sequence[int], early: Sequence[int], rules: SpikeRules = PAPER) -> list[int | None]:
