@@ -24,7 +24,7 @@ from trimtab.data.tokenizers import TextTokenizer, check_spec, load_tokenizer, m
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-FORMAT = 1  # of a cache folder; another one is another folder
+FORMAT = 2  # of a cache folder; another one is another folder
 PIECES_AT_ONCE = 64  # at most a megabyte each: enough for `tokenizers` to use all cores
 
 
