@@ -239,7 +239,7 @@ def test_a_pickle_is_never_executed(run, tmp_path, name, saved_by, signed):
             data = json.loads(manifest.read_text())
             data["files"][name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
             manifest.write_text(json.dumps(data))
-    if name != "../best.json" and name != "../../events.jsonl":  # a mark that marks nothing; a file nobody reads
+    if name in FILES:  # a mark that cannot be read marks nothing; a line without an end is cut off
         with pytest.raises((CheckpointError, RunError)):
             resume(run, console=quiet())
     for use in (lambda: resume(run, console=quiet()), lambda: load_run(run), lambda: evaluate(run, batches=1)):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.train.runs import (
     write_words,
 )
 from trimtab.nn import ConfigError
-from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
+from trimtab.schedule import BatchWarmup, LearningRate
 from trimtab.train import OptimConfig, RunError, RunLog, evaluate, load_run, loop, resume, sample, train
 from trimtab.train.compilations import Compilations
 from trimtab.train.plan import foretell
@@ -338,39 +339,37 @@ def test_autocast_computes_in_bfloat16(tmp_path):
     assert losses(tmp_path / "bfloat") == pytest.approx(losses(tmp_path / "float"), rel=0.02)  # eight bits of mantissa
 
 
-MANY = SeqLenWarmup(start=8, end=CONTEXT, steps=12, multiple=2)  # 13 lengths: more than dynamo's limit of 8
-
-
 # Importing the compiler makes torch warn of its own past.
 warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything of torch.compile but its slow last part: the number of compilations is dynamo's affair."""
+@pytest.fixture
+def compiled(monkeypatch) -> Iterator[None]:
+    """Everything of torch.compile but its slow last part: the number of compilations is dynamo's affair.
+
+    Its limit is lowered from 8 to 2, so that four lengths are beyond it.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
 
 
 @warns
-def test_there_is_one_compilation_per_length_however_many(tmp_path, monkeypatch):
-    compiled(monkeypatch)
-    plain = tiny(tmp_path)
-    config = replace(plain, schedule=replace(plain.schedule, seqlen=MANY), steps=13, compile=True)
-    result = go(config, tmp_path / "run")
+def test_there_is_one_compilation_per_length_however_many(tmp_path, compiled):
+    config = tiny(tmp_path, start=8)
+    result = go(replace(config, compile=True), tmp_path / "run")
     lengths = {line["length"] for line in read_log(tmp_path / "run")}
-    assert len(lengths) > 8
-    assert result["compilations"] == len(lengths) == result["most_compilations"]
-    go(replace(config, compile=False), tmp_path / "plain")
+    assert result["compilations"] == len(lengths) == result["most_compilations"] == 4
+    assert torch._dynamo.config.recompile_limit == 2  # as it was
+    go(config, tmp_path / "plain")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
 
 
 @warns
-def test_compilations_beyond_what_was_expected_are_an_error_and_not_a_fallback(tmp_path, monkeypatch):
-    compiled(monkeypatch)
-    plain = tiny(tmp_path)
-    config = replace(plain, schedule=replace(plain.schedule, seqlen=MANY), steps=13, compile=True)
+def test_compilations_beyond_what_was_expected_are_an_error_and_not_a_fallback(tmp_path, monkeypatch, compiled):
     monkeypatch.setattr(Compilations, "__init__", lambda self, _: self.__dict__.update(most=1, compiles=True))
     with pytest.raises(Exception, match="recompile_limit"):
-        go(config, tmp_path / "run")
+        go(tiny(tmp_path, start=8, compile=True), tmp_path / "run")
 
 
 def test_shapes_are_lengths_times_batches(tmp_path):
