@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VERBS: dict[str, tuple[str, Callable[[list[str]], int]]] = {}
-BAD_INPUT, FAILED = 2, 1
+BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -142,6 +142,9 @@ def _guarded(call: Callable[[], Any]) -> Any:
     except (OSError, ProcessLost) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILED)
+    except KeyboardInterrupt:
+        print("error: interrupted, and nothing was saved", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 # --- Runs
@@ -381,7 +384,7 @@ def _report(result: dict[str, Any], folder: Path) -> int:
     if "compilations" in result:
         print(f"torch.compile: {result['compilations']} compilations, at most {result['most_compilations']} expected")
     print(f"the run is in {folder}")
-    return {"done": 0, "interrupted": 130, "terminated": 143}.get(result["why"], 1)
+    return {"done": 0, "interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result["why"], FAILED)
 
 
 if __name__ == "__main__":

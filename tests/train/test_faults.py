@@ -249,6 +249,30 @@ def test_asked_to_stop_a_run_saves_itself_and_says_so(whole, tmp_path, number, c
     assert_same_run(run, whole / "run", LONG)
 
 
+def save_for_ever(config: Path, run: Path, reached: Path) -> None:
+    def save(*_, **__):
+        reached.touch()
+        time.sleep(60)
+
+    checkpoint.Checkpoints.save = save
+    cli._guarded(lambda: train(read_config(config), run))
+
+
+def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
+    process = start(
+        save_for_ever, whole / "config.json", tmp_path / "run", tmp_path / "reached", output=tmp_path / "out"
+    )
+    wait_for((tmp_path / "reached").exists, process)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.1)  # or the two would be one
+    assert process.is_alive()
+    os.kill(process.pid, signal.SIGINT)
+    process.join(20)
+    assert process.exitcode == 130
+    assert "error: interrupted, and nothing was saved" in (tmp_path / "out").read_text()
+    assert "Traceback" not in (tmp_path / "out").read_text()
+
+
 # --- A full disk
 
 

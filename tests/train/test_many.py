@@ -34,7 +34,7 @@ from tests.train.runs import (
 )
 from tests.train.test_checkpoint import Payload
 from trimtab import cli
-from trimtab.train import CheckpointError, RunError, checkpoint, files, load_run, resume, train
+from trimtab.train import CheckpointError, RunError, RunLog, checkpoint, files, load_run, resume, train
 from trimtab.train.files import sha256_of
 
 SHAPES = {"ddp": "model.safetensors", "fsdp2": "shards"}
@@ -295,10 +295,6 @@ def test_torchrun_ends_when_one_of_its_two_processes_is_killed(tmp_path):
         torchrun.wait()
     assert "SIGKILL" in (tmp_path / "out").read_text()
     assert "error: another process is gone" in (tmp_path / "out").read_text()
-    resumed = subprocess.run(
-        [sys.executable, "-m", "trimtab", "resume", str(run), "--force", "--steps", str(count_steps(run) + 2)],
-        capture_output=True,
-        text=True,
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed at step" in resumed.stdout
+    config = replace(RunLog(run).read_config()[0], steps=count_steps(run) + 2)
+    assert resume(run, config, force=True, console=quiet())["why"] == "done"
+    assert read_events(run, "resumed")[0]["processes"] == 1
