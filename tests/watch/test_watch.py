@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 def build(**switches: Any) -> GPT:
     torch.manual_seed(0)
-    return GPT(GPTConfig(depth=2, width=16, heads=2, vocab=53, context=16, **switches))
+    return GPT(GPTConfig(depth=1, width=16, heads=2, vocab=53, context=16, **switches))
 
 
 def loss_of(model: GPT, step: int) -> Tensor:
@@ -165,7 +165,7 @@ def test_an_error_inside_is_told_once_and_the_run_goes_on(owner, name, monkeypat
 
 
 def test_a_resume_continues_exactly():
-    rules = Rules(ignore=0, rms=0.9, window=7, fewest=3, deviations=0.5, gap=2)
+    rules = Rules(ignore=0, rms=0.95, window=7, fewest=3, deviations=0.5, gap=2)
 
     def start() -> tuple[GPT, torch.optim.Optimizer, Watch]:
         model = build()
@@ -183,7 +183,8 @@ def test_a_resume_continues_exactly():
     after.load_state_dict(saved)
     late = run(two, second, range(9, 21), after)
     assert early + late == alarms
-    assert len(late) > 3
+    assert early
+    assert late
     assert after.record == watch.record
     assert after.state_dict() == watch.state_dict()
 
