@@ -137,7 +137,7 @@ def wait_for_a_step(run: Path, done: int, process) -> None:
 
 
 def kill_at_random(whole: Path, tmp_path: Path, kills: int, chosen: random.Random) -> None:
-    run, done = tmp_path / "run", 0
+    run, done, hits = tmp_path / "run", 0, 0
     process = start(begin, whole / "config.json", run, output=tmp_path / "out")
     for _ in range(kills):
         wait_for_a_step(run, done, process)
@@ -145,6 +145,7 @@ def kill_at_random(whole: Path, tmp_path: Path, kills: int, chosen: random.Rando
         if not process.is_alive():
             break  # it was quicker than we
         killed(process)
+        hits += 1
         done = complete(run)[-1] if complete(run) else 0
         if not done:
             shutil.rmtree(run)
@@ -153,6 +154,7 @@ def kill_at_random(whole: Path, tmp_path: Path, kills: int, chosen: random.Rando
             for step in complete(run):
                 Checkpoints(run / "checkpoints", 1, Processes()).verify(step)
             process = start(go_on, run, output=tmp_path / "out")
+    assert hits >= 1
     assert end(process) == 0, (tmp_path / "out").read_text()
     assert_same_run(run, whole / "run", LONG)
     list(read_lines(run / "events.jsonl"))  # every line is whole
