@@ -37,6 +37,9 @@ OURS: dict[str, Any] = {
     "AdEMAMix": lambda p, bits: optim.AdEMAMix(p, lr=1e-2, bits=bits),
     "RMSprop": lambda p, bits: optim.RMSprop(p, lr=1e-2, bits=bits, weight_decay=0.1),
     "Adagrad": lambda p, bits: optim.Adagrad(p, lr=1e-2, bits=bits),
+    "Lion": lambda p, bits: optim.Lion(p, lr=1e-2, bits=bits),
+    "SGD": lambda p, bits: optim.SGD(p, lr=10.0, bits=bits, momentum=0.9),
+    "LARS": lambda p, bits: optim.LARS(p, lr=10.0, bits=bits),
     "scaled": lambda p, bits: optim.AdamW(p, lr=1e-2, bits=bits, loss_scale=64.0, maximize=True),
 }
 TORCH: dict[str, Any] = {
@@ -208,6 +211,27 @@ def test_a_loss_scale_is_taken_out_of_the_gradient():
         second.step()
         assert [watch.step() for watch in watches] == [[], []]
         assert watches[0].record["tensors"] == watches[1].record["tensors"]
+
+
+def test_a_grad_scaler_is_taken_out_of_the_gradient():
+    found = []
+    for scale in (1.0, 1024.0):
+        model = nn.Linear(8, 8)
+        nn.init.eye_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        watch = Watch(model, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for step in range(3):
+            loss = model(torch.randn(4, 8, generator=seed(step))).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)  # leaves unscaling to the fused step
+            scaler.update()
+            optimizer.zero_grad()
+            assert watch.step(loss) == []
+        found.append(watch.record["tensors"])
+    assert found[0]["weight"] == pytest.approx(found[1]["weight"], rel=1e-4)
+    assert found[0]["weight"]["grad_rms"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
