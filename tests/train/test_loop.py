@@ -148,6 +148,17 @@ def test_other_data_is_refused_unless_forced(tmp_path):
     write_words(tmp_path / "words.txt", seed=1)
     with pytest.raises(RunError, match="the data has changed: sha256"):
         resume(tmp_path / "run", console=quiet())
+    longer = replace(config, steps=6)
+    assert resume(tmp_path / "run", longer, force=True, console=quiet())["samples"] == 6 * BATCH
+    # From now on it is a run on this data, and needs no force.
+    assert resume(tmp_path / "run", console=quiet())["why"] == "done"
+
+
+def test_other_data_alone_can_be_forced(tmp_path):
+    go(tiny(tmp_path, steps=8), tmp_path / "run")
+    write_words(tmp_path / "words.txt", seed=1)
+    assert resume(tmp_path / "run", step=4, force=True, console=quiet())["step"] == 8
+    assert resume(tmp_path / "run", console=quiet())["why"] == "done"
 
 
 # --- Clocks

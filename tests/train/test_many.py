@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_a_folder_that_holds_another_run_is_refused_by_all(tmp_path):
 
 
 def join(config: Path, run: Path) -> None:
-    cli._guarded(lambda: train(read_config(config), run))
+    sys.exit(cli._report(cli._guarded(lambda: train(read_config(config), run)), run))
 
 
 def free_port() -> str:
@@ -250,15 +251,31 @@ def long(folder: Path) -> Path:
     return saved(folder, tiny(folder, steps=100_000, checkpoint_every=5, eval_every=100_000, keep=2))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_is_killed_the_other_stops_and_says_so(tmp_path, victim):
-    config, run = long(tmp_path), tmp_path / "run"
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+def start_pair(config: Path, run: Path) -> list[BaseProcess]:
+    """Two processes without torchrun, some steps on their way."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "LOCAL_RANK": "0"}
     pair = [
-        start(join, config, run, output=tmp_path / f"out{rank}", env={**world, "RANK": str(rank), "LOCAL_RANK": "0"})
+        start(join, config, run, output=run.parent / f"out{rank}", env={**world, "RANK": str(rank)})
         for rank in range(2)
     ]
     wait_for(lambda: count_steps(run) >= 7, pair[0])
+    return pair
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_when_one_is_asked_to_stop_both_do_with_a_checkpoint(tmp_path, asked):
+    run = tmp_path / "run"
+    pair = start_pair(long(tmp_path), run)
+    os.kill(pair[asked].pid, signal.SIGTERM)
+    assert [end(process) for process in pair] == [143, 143]
+    last = read_log(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step-{last:08d}" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_one_is_killed_the_other_stops_and_says_so(tmp_path, victim):
+    config, run = long(tmp_path), tmp_path / "run"
+    pair = start_pair(config, run)
     os.kill(pair[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
     assert end(pair[1 - victim]) == 1, (tmp_path / f"out{1 - victim}").read_text()

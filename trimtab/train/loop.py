@@ -98,7 +98,9 @@ def resume(
             )
         log = RunLog(out, writes=here.rank == 0)
         run = _Run(config, task, log, here, console)
-        run.load(step)
+        run.load(step, force=force)
+        if task.sha256 != facts["sha256"]:
+            changed.append(("sha256", facts["sha256"], task.sha256))
         if changed:
             # What a run is, is what its config says: the next resume goes on from there.
             here.together(lambda: log.write_config(config, **(facts | {"sha256": task.sha256})))
@@ -318,7 +320,7 @@ class _Run:
             return
         self._event("checkpoint", step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
 
-    def load(self, step: int | None) -> None:
+    def load(self, step: int | None, *, force: bool = False) -> None:
         steps = self.checkpoints.list_steps()
         if not steps:
             raise RunError(f"{self.checkpoints.folder} has no complete checkpoint; start the run anew")
@@ -328,7 +330,9 @@ class _Run:
         saved = self.checkpoints.load(chosen, self.model, self.optimizer)
         progress = saved["progress"]
         self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
-        self.source.load(saved["data"])
+        # Forced on to other data or another order, a run goes on at the same number of rows.
+        position = {"position": saved["data"]["position"]}
+        self.source.load(self.source.state() | position if force else saved["data"])
         if len(saved["generators"]) == self.here.world:
             _restore_random_state(saved["generators"][self.here.rank], self.here.device)
         else:
