@@ -103,7 +103,9 @@ def test_versions_agree():
 
 def test_importing_adds_little_to_torch():
     # The promise is 0.15 s; bench.ops measures it. A loaded machine may be slow, but never by a factor of four.
-    code = "import time, torch; t = time.perf_counter(); import trimtab.nn, trimtab.optim; print(time.perf_counter() - t)"
+    code = (
+        "import time, torch; t = time.perf_counter(); import trimtab.nn, trimtab.optim; print(time.perf_counter() - t)"
+    )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
     assert min(float(run.stdout) for run in runs) < 0.6
 
