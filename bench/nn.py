@@ -93,13 +93,13 @@ def measure_small(rounds: int) -> list[Bar]:
     """Around the number of tokens from which a layer chooses int8, and far above."""
     table = Table("in x out", "int8 from", "tokens: speed-up where int8 is chosen", box=None, pad_edge=False)
     worst = float("inf")
-    for n_in, n_out in ((256, 256), (512, 512), (768, 768), (256, 1024), (768, 3072), (3072, 768), (2048, 2048)):
+    for n_in, n_out in ((256, 256), (512, 512), (768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)):
         least = gains_from(n_in, n_out)
         if least == NEVER:
             table.add_row(f"{n_in} x {n_out}", "never", "")
             continue
         shown = []
-        for tokens in (least, 2 * least, 4096):
+        for tokens in sorted({least, 2 * least, max(4096, 2 * least)}):
             layers = {FLOAT: nn.Linear(n_in, n_out), "ours": SwitchBackLinear(n_in, n_out, when="faster")}
             many = max(rounds, min(41, int(2e10 / (tokens * n_in * n_out))))
             speed = gain(time_layers(layers, tokens, n_in, n_out, many), "ours", FLOAT)

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import trimtab as tt
 
-STEPS, BATCH, CONTEXT = 30, 16, 128
+STEPS, BATCH, CONTEXT = 20, 16, 128
 
 
 def read_corpus() -> Tensor:
@@ -34,11 +34,11 @@ def draw_batch(corpus: Tensor, generator: torch.Generator) -> Tensor:
 def main() -> None:
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=512, n_layer=4, n_head=8, vocab_size=256, n_positions=CONTEXT, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+        n_embd=768, n_layer=2, n_head=12, vocab_size=256, n_positions=CONTEXT, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
     )
     plain = GPT2LMHeadModel(config)
     converted = copy.deepcopy(plain)
-    print(tt.nn.convert_linears(converted, "switchback"))
+    print(tt.nn.convert_linears(converted, "switchback"))  # layers too small to gain stay in float, and it says so
 
     models: dict[str, nn.Module] = {"float32": plain, "switchback": converted}
     optimizers = {

@@ -435,19 +435,19 @@ def test_state_dicts_are_those_of_nn_linear_and_copies_start_clean():
 
 
 def test_small_calls_stay_in_float_where_that_is_faster_and_the_layer_says_so():
-    module = SwitchBackLinear(768, 768, when="faster")
+    module = SwitchBackLinear(2048, 2048, when="faster")
     if backends.int8_product()[0] == "reference":
         assert module.int8_from == int8.NEVER
         return
     assert 100 < module.int8_from < 2000
     assert f"in float below {module.int8_from} tokens" in repr(module)
-    x = torch.randn(module.int8_from, 768, generator=seed(1))
+    x = torch.randn(module.int8_from, 2048, generator=seed(1))
     exact = plain(module)
     assert torch.equal(module(x[1:]), exact(x[1:]))
     assert not torch.equal(module(x), exact(x))
     assert "too small to gain" in repr(SwitchBackLinear(64, 64, when="faster"))
     assert int8.gains_from(64, 64) == int8.NEVER
-    assert int8.gains_from(4096, 4096) < int8.gains_from(1024, 1024) < int8.gains_from(512, 512)
+    assert int8.gains_from(4096, 4096) < int8.gains_from(1024, 1024) < int8.gains_from(768, 768)
 
 
 # --- Several processes

@@ -109,14 +109,14 @@ def int8_matmul(
 def gains_from(n_in: int, n_out: int) -> int:
     """From how many tokens on a linear layer's forward and backward in int8 beat float32 on this CPU, or NEVER.
 
-    In units of one float32 multiply-add that int8 saves, the quantization of X and G costs 115 per value, that of W 170
-    per value, and a call 7e7; fitted to one thread with AVX2 (`python -m bench.nn --only small` shows how well), and
+    In units of one float32 multiply-add that int8 saves, the quantization of X and G costs 300 per value, that of W 160
+    per value, and a call 6e8; fitted to two threads with AVX2 (`python -m bench.nn --only small` shows how well), and
     a quarter on top, since a layer must not be slower.
     """
     if backends.int8_product()[0] == "reference":
         return NEVER
-    saved = 1 - 115 * (1 / n_in + 1 / n_out)
-    return NEVER if saved <= 0 else round(1.25 * (170 + 7e7 / (n_in * n_out)) / saved)
+    saved = 1 - 300 * (1 / n_in + 1 / n_out)
+    return NEVER if saved <= 0 else round(1.25 * (160 + 6e8 / (n_in * n_out)) / saved)
 
 
 def quantize_reference(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
