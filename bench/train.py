@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from bench.measure import Bar, Timing, console, report
+from trimtab.data import Prefetcher
 from trimtab.nn import GPT, GPTConfig
 from trimtab.recipes import gpt_small, gpt_tiny
 from trimtab.schedule import SeqLenWarmup
@@ -188,7 +189,9 @@ def full_length(config: GPTRun) -> GPTRun:
 
 def start(config: GPTRun, folder: Path) -> _Run:
     folder.mkdir(exist_ok=True)
-    return _Run(config, build_task(config, Processes()), RunLog(folder), Processes(), QUIET)
+    run = _Run(config, build_task(config, Processes()), RunLog(folder), Processes(), QUIET)
+    run.batches = Prefetcher(run.source, depth=config.data.prefetch, batch=config.batch)
+    return run
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +40,37 @@ class HashedWriter:
 
     def __enter__(self) -> "HashedWriter":
         self.file = self.path.open("xb", buffering=0)
-        self.pool = ThreadPoolExecutor(1)
+        self.hasher, self.syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.unsynced, self.syncing = 0, list[Future[None]]()
         return self
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE):
             piece = view[start : start + _PIECE]
-            hashing = self.pool.submit(self.sha.update, piece)
+            hashing = self.hasher.submit(self.sha.update, piece)
             try:
                 written = 0
                 while written < len(piece):
                     written += self.file.write(piece[written:])
             finally:
                 hashing.result()
+            self.unsynced += len(piece)
+            if self.unsynced >= _PIECE:  # the disk works while we hash what comes next
+                self.syncing.append(self.syncer.submit(os.fsync, self.file.fileno()))
+                self.unsynced = 0
         self.bytes += len(view)
 
     def __exit__(self, *error: object) -> None:
-        self.pool.shutdown()
-        if error == (None, None, None):
-            os.fsync(self.file.fileno())
-        self.file.close()
+        self.hasher.shutdown()
+        self.syncer.shutdown()
+        try:
+            if error == (None, None, None):
+                for done in self.syncing:
+                    done.result()  # a disk may say only now that it is full
+                os.fsync(self.file.fileno())
+        finally:
+            self.file.close()
 
     @property
     def entry(self) -> dict[str, Any]:
