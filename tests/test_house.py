@@ -18,7 +18,7 @@ PACKAGE = ROOT / "trimtab"
 
 # Who may import whom. A room may always import itself. `cli` is the top, `ops` the ground.
 ALLOWED = {
-    "cli": {"lab", "train", "recipes", "ops"},
+    "cli": {"lab", "train", "recipes", "watch", "ops"},
     "lab": {"train", "recipes"},
     "recipes": {"train", "nn", "optim", "data", "schedule"},
     "train": {"nn", "optim", "data", "watch", "schedule"},

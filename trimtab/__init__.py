@@ -9,16 +9,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab import data, nn, ops, optim, recipes, schedule, train
+    from trimtab import data, nn, ops, optim, recipes, schedule, train, watch
     from trimtab.schedule import SeqLenWarmup
+    from trimtab.watch import Watch
 
 __version__ = "0.1.0"
-__all__ = ["SeqLenWarmup", "__version__", "data", "nn", "ops", "optim", "recipes", "schedule", "train"]
+__all__ = [
+    "SeqLenWarmup",
+    "Watch",
+    "__version__",
+    "data",
+    "nn",
+    "ops",
+    "optim",
+    "recipes",
+    "schedule",
+    "train",
+    "watch",
+]
+_OUT_OF_A_ROOM = {"SeqLenWarmup": "trimtab.schedule", "Watch": "trimtab.watch"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SeqLenWarmup":
-        return importlib.import_module("trimtab.schedule").SeqLenWarmup
+    if name in _OUT_OF_A_ROOM:
+        return getattr(importlib.import_module(_OUT_OF_A_ROOM[name]), name)
     if name in __all__:
         return importlib.import_module(f"trimtab.{name}")
     raise AttributeError(f"trimtab has no {name!r}; it has {', '.join(__all__)}")

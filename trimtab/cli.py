@@ -238,6 +238,42 @@ def _sample(words: list[str]) -> int:
     return _parse(sample_, words, "sample")
 
 
+# --- What happens in a run
+
+
+@_verb("watch", "a running or finished run on the terminal: loss, signals by layer, alarms")
+def _watch(words: list[str]) -> int:
+    def watch_(folder: Path, /, once: bool = False) -> int:
+        """Show a run until it ends, or Ctrl-C.
+
+        Args:
+            folder: of the run
+            once: print it as it is now, and leave
+        """
+        from trimtab.watch.view import show
+
+        _guarded(lambda: show(folder, once=once))
+        return 0
+
+    return _parse(watch_, words, "watch")
+
+
+@_verb("explain", "what went wrong in a run, in words, with the evidence")
+def _explain(words: list[str]) -> int:
+    def explain_(folder: Path, /) -> int:
+        """Say what went wrong in a run, when, and where first.
+
+        Args:
+            folder: of the run
+        """
+        from trimtab.watch.explain import explain
+
+        print(_guarded(lambda: explain(folder)))
+        return 0
+
+    return _parse(explain_, words, "explain")
+
+
 # --- What there is
 
 
