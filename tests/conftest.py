@@ -1,5 +1,10 @@
 """What the tests share: seeds, the backends and instruction sets of this machine, and exact comparison."""
 
+import os
+
+# Before anything imports Triton, which the compiler and other libraries do: test_triton needs its interpreter.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import sys
 from collections.abc import Iterator
 

@@ -163,6 +163,8 @@ def show(folder: str | Path, *, once: bool = False, every: float = 1.0, console:
             while not view.ended:
                 time.sleep(every)
                 view.update()
+                if view.ended:
+                    view.update()  # the log may have been read just before its last lines came
                 live.update(view.render(console.width, _rows(console)), refresh=True)
     except KeyboardInterrupt:
         pass
