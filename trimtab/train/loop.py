@@ -253,7 +253,7 @@ class _Run:
             self.line.say(f"step {number}  skipped: {reason}")
 
     def _rms(self) -> dict[str, float]:
-        """The largest RMS_t of the step, if the optimizer measures it: above 2.3 a loss spike is likely to follow."""
+        """The largest RMS_t of the step, if the optimizer measures it; 2.3 is the paper's alarm."""
         rms = getattr(self.optimizer, "rms", torch.empty(0))
         finite = rms[rms.isfinite()]
         return {"rms_max": float(finite.max())} if finite.numel() else {}
