@@ -158,7 +158,7 @@ def test_values_of_the_wrong_kind_are_no_numbers_and_no_reason_to_fail(tmp_path)
 
 def test_on_a_terminal_it_follows_until_the_run_ends(tmp_path):
     append(tmp_path, "log", {"step": 1, "loss": 3.5})
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+    console = Console(file=io.StringIO(), width=200, height=30, force_terminal=True)
     thread = threading.Thread(target=show, args=(tmp_path,), kwargs={"console": console, "every": 0.01}, daemon=True)
     thread.start()
     time.sleep(0.1)
