@@ -32,7 +32,7 @@ from trimtab.train.build import build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.config import GPTRun, OptimConfig, with_model
 from trimtab.train.log import RunLog
-from trimtab.train.loop import _Run
+from trimtab.train.loop import _Run, train
 from trimtab.train.processes import Processes
 
 Part = Literal["loop", "small", "checkpoint", "compile"]
@@ -161,23 +161,18 @@ def copy_synced(source: Path, target: Path) -> None:
         os.fsync(file.fileno())
 
 
-def measure_compile(steps: int = 12) -> list[Bar]:
-    """Sequence length warmup over three lengths under torch.compile: at most one compilation each."""
-    import torch._dynamo
-
-    config = with_model(gpt_tiny(), depth=1, width=32, heads=2, context=64)
-    seqlen = SeqLenWarmup(start=16, end=64, steps=steps, multiple=16)
-    config = replace(config, schedule=replace(config.schedule, seqlen=seqlen), steps=steps, compile=True)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+def measure_compile(steps: int = 8) -> list[Bar]:
+    """Sequence length warmup over a few lengths under torch.compile: at most one compilation each."""
+    config = with_model(gpt_tiny(), depth=1, width=32, heads=2)
+    seqlen = SeqLenWarmup(start=32, end=128, steps=steps, multiple=32)
+    config = replace(
+        config, schedule=replace(config.schedule, seqlen=seqlen), steps=steps, compile=True, eval_batches=1
+    )
+    lengths = {seqlen.at(step) for step in range(1, steps + 1)}
     with tempfile.TemporaryDirectory() as folder:
-        run = start(config, Path(folder))
-        for _ in range(steps):
-            run._step()
-        run.batches.close()
-    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    console.print(f"{len(run.lengths)} lengths, {compiled} compilations\n", highlight=False)
-    return [Bar("compilations over lengths", compiled / len(run.lengths), 1.0)]
+        result = train(config, Path(folder) / "run", console=QUIET)
+    console.print(f"{len(lengths)} lengths, {result['compilations']} compilations\n", highlight=False)
+    return [Bar("compilations over lengths", result["compilations"] / len(lengths), 1.0)]
 
 
 def full_length(config: GPTRun) -> GPTRun:
