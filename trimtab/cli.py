@@ -16,6 +16,7 @@ import difflib
 import functools
 import inspect
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -416,10 +417,12 @@ def _free_folder(parent: Path, name: str) -> Path:
 def _report(result: dict[str, Any], folder: Path) -> int:
     loss = "none" if result["validation_loss"] is None else f"{result['validation_loss']:.4f}"
     clocks = f"{result['step']} steps, {result['tokens']:,} tokens, {result['seconds']:.0f} s"
-    print(f"{result['why']}: {clocks}, best validation loss {loss}")
+    lines = [f"{result['why']}: {clocks}, best validation loss {loss}"]
     if "compilations" in result:
-        print(f"torch.compile: {result['compilations']} compilations, at most {result['most_compilations']} expected")
-    print(f"the run is in {folder}")
+        most = result["most_compilations"]
+        lines.append(f"torch.compile: {result['compilations']} compilations, at most {most} expected")
+    if os.environ.get("RANK", "0") == "0":  # torchrun's: one of many processes is enough to say it
+        print("\n".join([*lines, f"the run is in {folder}"]))
     return {"done": 0, "interrupted": INTERRUPTED, "terminated": TERMINATED}.get(result["why"], FAILED)
 
 
