@@ -47,17 +47,7 @@ def gpt2_1_5b() -> GPTRun:
 
 def gpt3_125m() -> GPTRun:
     """GPT-3 125M with 8x batch, sequence length warmup from 72, 300 billion tokens (Li et al. 2022)."""
-    model = GPTConfig(
-        depth=12,
-        width=768,
-        heads=12,
-        vocab=50_257,
-        context=2048,
-        positions="learned",
-        tied=True,
-        bias=True,
-        norm_eps=1e-5,
-    )
+    model = _as_gpt2(depth=12, width=768, heads=12, context=2048)
     lr = LearningRate(
         kind="cosine", warmup=375_000_000, warmup_unit="tokens", decay=260_000_000_000, decay_unit="tokens", floor=6e-5
     )
@@ -141,18 +131,22 @@ def _gpt(
     )
 
 
-def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) -> GPTRun:
-    model = GPTConfig(
+def _as_gpt2(*, depth: int, width: int, heads: int, context: int) -> GPTConfig:
+    return GPTConfig(
         depth=depth,
         width=width,
         heads=heads,
         vocab=50_257,
-        context=1024,
+        context=context,
         positions="learned",
         tied=True,
         bias=True,
         norm_eps=1e-5,
     )
+
+
+def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) -> GPTRun:
+    model = _as_gpt2(depth=depth, width=width, heads=heads, context=1024)
     run = _gpt(
         model,
         OptimConfig(name="adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.01),

@@ -82,6 +82,7 @@ class _Quantized(nn.Module):
         self._frozen: tuple[Any, Tensors] | None = None
 
     def matrix(self) -> Tensor:
+        """Each of the two says how its weight is one."""
         raise NotImplementedError
 
     @property

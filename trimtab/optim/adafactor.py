@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from trimtab.ops.sharding import is_sharded
 from trimtab.optim.optimizer import Batch, Optimizer, Options
-from trimtab.optim.sharding import is_sharded
 
 
 class Adafactor(Optimizer):

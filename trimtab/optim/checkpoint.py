@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
+from trimtab.ops.sharding import is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES
-from trimtab.optim.sharding import is_sharded, local, shard_like, wrap_like
 from trimtab.optim.state import Storage, decode, encode
 
 if TYPE_CHECKING:

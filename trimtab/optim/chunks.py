@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.ops.sharding import flat
 from trimtab.ops.step import NOISE, RULES, step_unchecked
-from trimtab.optim.sharding import flat
 from trimtab.optim.state import Storage, decode_flat, encode_flat
 
 CHUNK = 1 << 18

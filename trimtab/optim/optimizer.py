@@ -21,13 +21,13 @@ from torch import Tensor
 from trimtab.ops import step_rules
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
+from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
 from trimtab.ops.step import DECAY, RULES, gradient_norms_unchecked, norms_unchecked, step_unchecked
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param
-from trimtab.optim.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
 from trimtab.optim.state import Storage, choose_storage, new_moment
 
 Key = tuple[int, int, torch.device]  # of a batch: the group, the bits of its state, the device

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trimtab.ops import backends
 from trimtab.ops.checks import FLOATS, check_block
+from trimtab.ops.sharding import is_dense, is_sharded, local
 from trimtab.optim.groups import Keep
-from trimtab.optim.sharding import is_dense, is_sharded, local
 from trimtab.optim.state import CODINGS, Coding
 
 Rounding = Literal["nearest", "stochastic", "kahan"]

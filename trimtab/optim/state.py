@@ -17,8 +17,8 @@ from torch import Tensor
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise, quantize_blockwise
 from trimtab.ops.codebook import Name, load_codebook
 from trimtab.ops.quadratic import decode_moments, encode_moments
+from trimtab.ops.sharding import flat
 from trimtab.ops.step import Code
-from trimtab.optim.sharding import flat
 
 Coding = Literal["quadratic"] | Name
 CODINGS = ("quadratic", *get_args(Name))

@@ -9,7 +9,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from trimtab.watch.processes import Together, local
+from trimtab.ops.sharding import local
+from trimtab.watch.processes import Together
 
 
 def as_number(loss: Any) -> Any:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.nn.tap import WRAPPERS
+from trimtab.ops.sharding import add_up_shards, local
 from trimtab.ops.step import EPS, GRAD_SCALE, gradient_norms_unchecked, norms_unchecked, ratios_unchecked
 from trimtab.ops.step_rules import rms_from_ratios
-from trimtab.watch.processes import Together, local
+from trimtab.watch.processes import Together
 from trimtab.watch.surface import Batch, collect, moments_of, rows_of, second_rows
 
 SAMPLE = 4096
@@ -78,7 +79,7 @@ class Signals:
         """Before the step: gradients, and RMS_t against the second moment that the step will use."""
         self._try(self._gradients)
         eps = self.sums[:, EPS_USED].clone()
-        self.sums = self.together.combine(self.plan.owners, self.sums)
+        self.sums = add_up_shards(self.plan.owners, self.sums)
         self.sums[:, EPS_USED] = eps
 
     def _gradients(self) -> None:
@@ -107,7 +108,7 @@ class Signals:
         """Before the step, with the learning rate it will have: parameters, and how far they will go."""
         part = torch.zeros(len(self.plan.names), 2, dtype=torch.float64, device=self.sums.device)
         self._try(lambda: self._updates(part))
-        part = self.together.combine(self.plan.owners, part)
+        part = add_up_shards(self.plan.owners, part)
         self.sums[:, PARAM], self.sums[:, UPDATE] = part[:, 0], part[:, 1]
 
     def _updates(self, part: Tensor) -> None:
@@ -132,7 +133,7 @@ class Signals:
                 change = local(p).detach().reshape(-1)[::stride].double() - before.double()
                 part[place, 0] = change.square().mean().to(part.device) * local(p).numel()
         self._sampled = []
-        part = self.together.combine(self.plan.owners, part)
+        part = add_up_shards(self.plan.owners, part)
         self.sums[:, UPDATE] += part[:, 0]
 
     def rms(self) -> Tensor:
@@ -147,7 +148,7 @@ class Signals:
             sums = self.sums[self._index(batch), RATIO : RATIO + 1].to(batch.steps.device)
         elif "max_unorm" in batch.group:  # LAMB and LARS scale theirs to the weights
             first = _norms(batch, rows_of(self.optimizer, batch))
-            sums = self.together.combine(batch.owners, first)
+            sums = add_up_shards(batch.owners, first)
         return _norms(batch, rows_of(self.optimizer, batch, sums))
 
     def _index(self, batch: Batch) -> Tensor:

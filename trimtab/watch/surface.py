@@ -19,8 +19,8 @@ from trimtab.ops import step_rules
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.codebook import Name, load_codebook
+from trimtab.ops.sharding import is_dense, local, shard_like
 from trimtab.ops.step import BETA2, COUPLED, DEBIAS, DECAY, GAIN2, RULES
-from trimtab.watch.processes import is_sharded, local
 
 State = Mapping[str, Any]
 
@@ -180,23 +180,14 @@ def _is_plain(p: Tensor, state: State, names: Sequence[str], coded: bool, group:
         and mine.dtype in FLOATS
         and p.grad is not None
         and p.grad.dtype in FLOATS
-        and (mine.is_contiguous() or torch.empty_like(mine, device="meta").stride() == mine.stride())
+        and is_dense(mine)
         and all(x.dtype == dtype and x.device == mine.device and x.stride() == mine.stride() for x in kept)
     )
 
 
-def _grad_of(p: Any) -> Tensor:
-    grad = p.grad
-    if not is_sharded(p):
-        return grad.full_tensor() if is_sharded(grad) else grad
-    if grad.placements != p.placements or grad.device_mesh != p.device_mesh:
-        grad = grad.redistribute(p.device_mesh, p.placements)
-    return local(grad)
-
-
 def _add(batch: Batch, p: Tensor, place: int, state: State, zeros: dict[Any, Tensor]) -> None:
     mine, group = local(p).detach(), batch.group
-    grad = _grad_of(p).detach()
+    grad = shard_like(p.grad, p).detach()
     if not (grad.is_contiguous() and mine.is_contiguous()) and grad.stride() != mine.stride():
         grad = torch.empty_like(mine, dtype=grad.dtype).copy_(grad)
     kept: dict[str, Tensor] = {}
@@ -244,7 +235,7 @@ def _seal(batch: Batch) -> Batch:
 def _convert(batch: Batch, p: Tensor, place: int, state: State) -> None:
     """One tensor in contiguous float32, and amsgrad's maximum in place of its second moment."""
     flat = {key: _float(x) for key, x in state.items() if isinstance(x, Tensor) and key in USED}
-    mine, grad = _float(p), _float(_grad_of(p))
+    mine, grad = _float(p), _float(shard_like(p.grad, p))
     batch.where, batch.owners, batch.params, batch.grads = [place], [p], [mine], [grad]
     batch.counts, batch.coded = [state.get("step", 0)], False
     batch.kept = [{name: flat.get(name, torch.zeros_like(mine)) for name in batch.names}]

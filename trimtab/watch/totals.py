@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
 from trimtab.ops.quadratic import decode_moments, encode_moments
+from trimtab.ops.sharding import add_up_shards
 from trimtab.ops.step import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
 from trimtab.watch.processes import Together
 from trimtab.watch.signals import Plan, add_norms
@@ -43,8 +44,8 @@ def measure_totals(
                     maxima[place] = found[:, len(SUMS) :].amax(0)
     except Exception as error:  # the others wait for us below
         on_error(error)
-    sums = together.combine(plan.owners, sums).sum(0)
-    return torch.cat([sums, together.combine(plan.owners, maxima, largest=True).amax(0)])
+    sums = add_up_shards(plan.owners, sums).sum(0)
+    return torch.cat([sums, add_up_shards(plan.owners, maxima, largest=True).amax(0)])
 
 
 def name_totals(row: list[float]) -> dict[str, float]:
@@ -140,7 +141,7 @@ def measure_state_error(
                     sums[place] = _state_error(batch, i, rows[i], start, min(start + length, numel)).to(sums.device)
     except Exception as error:
         on_error(error)
-    return together.combine(plan.owners, sums).sum(0)
+    return add_up_shards(plan.owners, sums).sum(0)
 
 
 def _state_error(batch: Batch, i: int, row: Tensor, start: int, stop: int) -> Tensor:

@@ -43,22 +43,24 @@ def sharded_dims(p: Any) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
 
-def add_up_shards(params: Sequence[Tensor], sums: Tensor) -> Tensor:
-    """Turn each row of `sums` [tensors, k] from that of the shard into that of the whole tensor.
+def add_up_shards(params: Sequence[Tensor], values: Tensor, *, largest: bool = False) -> Tensor:
+    """Turn each row of `values` [tensors, k] from that of the shard into that of the whole tensor, in float64.
 
-    One collective for all tensors that are cut the same way; none for tensors that are not cut.
+    Values are sums, or maxima if `largest`. One collective for all tensors that are cut the same way; none for tensors
+    that are not cut.
     """
     ways: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for i, p in enumerate(params):
         if is_sharded(p):
             ways.setdefault((p.device_mesh, sharded_dims(p)), []).append(i)  # type: ignore[attr-defined]
-    sums = sums.double()
+    values = values.double()
+    op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
     for (mesh, dims), rows in ways.items():
-        part = sums[rows]
+        part = values[rows]
         for dim in dims:
-            torch.distributed.all_reduce(part, group=mesh.get_group(dim))
-        sums[rows] = part
-    return sums
+            torch.distributed.all_reduce(part, op=op, group=mesh.get_group(dim))
+        values[rows] = part
+    return values
 
 
 def wrap_like(shard: Tensor, p: Any) -> Tensor:
