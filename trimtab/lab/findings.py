@@ -1,10 +1,10 @@
 """What a folder of runs says: every cell, the curves over the learning rate, the fits over the size, the verdict.
 
-    run folders --results--> Result --measure--> Curve, Slope, Comparison --predict--> Fit, Critical, Forecast
-                                                                          --verdict--> sentences
+    folders --results--> Result --measure--> Curve, Slope, Comparison --predict--> Fit, Critical, Forecast
+                                                                      --verdict--> sentences
 
-`read` makes all of it from files alone, so that a study of last year, or one that still runs, gives the same page as one
-that has just ended. What is missing is a note, never an exception. Losses are cross entropy in nats; a loss that is
+`read` makes all of it from files alone, so that a study of last year, or one that still runs, gives the same page as
+one that has just ended. What is missing is a note, never an exception. Losses are cross entropy in nats; a loss that is
 unknown is NaN, that of a run that broke is infinite, and both are null in JSON.
 """
 
@@ -54,7 +54,8 @@ class Result:
     grad_rms: float = math.nan  # of the first MLP matrix, mean of the last looks; what Adam's eps is compared with
     update_rms: float = math.nan  # of the same matrix
     out_rms: float = math.nan  # of the last block
-    eps: float = math.nan
+    eps: float = math.nan  # of the optimizer; NaN if it has none
+    bounded: bool = False  # queries and keys are normalised: logits cannot grow, and say nothing about failing
     spikes: Points = ()  # of the training loss: where each begins, and its peak (infinite if not finite)
     loss_ratio: float = math.nan  # highest of training loss over the best before it
     alarms: int = 0
@@ -67,7 +68,7 @@ class Result:
     @property
     def score(self) -> float:
         """The loss as sensitivity counts it: never worse than before training, and a broken run is exactly that."""
-        if not self.finished:
+        if not self.finished or math.isnan(self.loss):
             return math.nan
         return min(self.loss, self.first) if math.isfinite(self.loss) else self.first
 
@@ -87,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One study, arm and size over the learning rate. Lists go with `lrs`; a learning rate without a run is not there."""
+    """One study, arm and size over the learning rate. Lists go with `lrs`; those without a run are not there."""
 
     study: str
     arm: str
@@ -129,7 +130,7 @@ class Slope:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Sensitivity of the arm that is most sensitive at a size, over that of another."""
+    """Sensitivity of a study's first arm over that of another, at one size and over the learning rates of both."""
 
     study: str
     size: str
@@ -235,9 +236,10 @@ class Findings:
 def read(folders: Sequence[str | Path]) -> Findings:
     """Read studies, folders of runs and single runs. Raises RunError only if there is nothing at all."""
     # These build what is defined above, so they cannot be imported before it is.
-    from trimtab.lab import measure, predict, results, verdict
+    from trimtab.lab import folders as places
+    from trimtab.lab import measure, predict, verdict
 
-    sources, found, notes = results.read_folders([Path(folder) for folder in folders])
+    sources, found, notes = places.read_folders([Path(folder) for folder in folders])
     curves = measure.curves_of(found)
     fits = predict.fits_of(found)
     critical = predict.critical_of(found, curves)
