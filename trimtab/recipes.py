@@ -35,6 +35,29 @@ def gpt_small() -> GPTRun:
     return _gpt(model, optim, steps=3000, batch=32, warmup=200, start=64)
 
 
+def gpt_lab() -> GPTRun:
+    """Three layers of 64 over bytes, with nothing to steady it: what `trimtab lab` trains at many sizes and rates."""
+    steps, batch, context = 500, 16, 64
+    schedule = ScheduleConfig(
+        lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5),
+        seqlen=SeqLenWarmup(start=context, end=context, steps=1, multiple=8),
+        batch=_constant(batch),
+    )
+    return GPTRun(
+        model=GPTConfig(depth=3, width=64, heads=4, vocab=257, context=context),
+        # Decay times steps is what it is in the paper, 1e-4 in 100 thousand steps.
+        optim=OptimConfig(name="adamw", lr=1e-2, bits=32, weight_decay=10 / steps, independent_decay=True),
+        schedule=schedule,
+        steps=steps,
+        batch=batch,
+        eval_every=steps // 4,
+        eval_batches=32,
+        checkpoint_every=100,
+        keep=1,
+        threads=1,
+    )
+
+
 def gpt2_117m() -> GPTRun:
     """GPT-2 117M with 8x batch and 4x learning rate, made stable by sequence length warmup (Li et al. 2022)."""
     return _gpt2(depth=12, width=768, heads=12, start=8, warmup_steps=20_000)
@@ -92,6 +115,7 @@ def clip_vit_h14() -> CLIPRun:
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "gpt-tiny": gpt_tiny,
     "gpt-small": gpt_small,
+    "gpt-lab": gpt_lab,
     "gpt2-117m": gpt2_117m,
     "gpt2-1.5b": gpt2_1_5b,
     "gpt3-125m": gpt3_125m,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from trimtab import optim
 from trimtab.data import PairBatches, TextBatches, open_corpus, open_pairs
 from trimtab.nn import CLIP, GPT, ByteTokenizer, ConfigError, contrastive_loss
-from trimtab.train.config import CLIPRun, GPTRun, OptimConfig, RunConfig
+from trimtab.train.config import CLIPRun, GPTRun, ModuleRun, OptimConfig, RunConfig
+from trimtab.train.module import ModuleBatches, build_module, loss_of
 from trimtab.train.processes import Processes
 
 
@@ -38,6 +39,8 @@ def build_task(config: RunConfig, processes: Processes) -> Task:
     torch.manual_seed(config.seed)
     if isinstance(config, GPTRun):
         return _gpt_task(config, processes)
+    if isinstance(config, ModuleRun):
+        return _module_task(config, processes)
     assert isinstance(config, CLIPRun)
     return _clip_task(config, processes)
 
@@ -96,6 +99,25 @@ def _clip_task(config: CLIPRun, processes: Processes) -> Task:
     return Task(model, batches, loss, evaluate, config.model.context, rows, pairs.sha256, after_step=clamp)
 
 
+def _module_task(config: ModuleRun, processes: Processes) -> Task:
+    build, device = config.model.build, processes.device
+    if processes.world > 1:
+        raise ConfigError(f"{build} makes the batches of one process, and there are {processes.world}; start one")
+    made = build_module(config.model)
+
+    def batches(split: str, seed: int) -> Batches:
+        return ModuleBatches(build, made.data, split, seed)
+
+    def loss(run: nn.Module, batch: dict[str, Any]) -> Tensor:
+        return loss_of(build, run, batch, device)
+
+    def evaluate(run: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+        return {"loss": loss_of(build, run, batch, device)}
+
+    length = config.schedule.seqlen.end
+    return Task(made.model.to(device), batches, loss, evaluate, length, config.batch, made.sha256)
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Groups carry `lr_ratio`: what muParam makes of the scheduled learning rate."""
     bare: Any = getattr(model, "module", model)
@@ -122,7 +144,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def _ours(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    shared: dict[str, Any] = {"lr": config.lr, "bits": config.bits}
+    state: dict[str, Any] = {"bits": config.bits, "codebook": config.codebook, "block": config.block}
+    shared = {"lr": config.lr, **state}
     adam = {**shared, "betas": config.betas, "eps": config.eps}
     match config.name:
         case "adamw":
@@ -134,7 +157,7 @@ def _ours(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Opti
         case "lamb":
             return optim.LAMB(groups, **adam)
         case "ademamix":
-            return optim.AdEMAMix(groups, lr=config.lr, bits=config.bits, eps=config.eps)
+            return optim.AdEMAMix(groups, **shared, eps=config.eps)
         case "lion":
             return optim.Lion(groups, **shared, betas=config.betas)
         case _:

@@ -1,7 +1,8 @@
 """Everything that decides a run, in one frozen dataclass that is saved with it.
 
-Two kinds of run, one per model: `GPTRun` and `CLIPRun`. Configs are checked when they are built, go to JSON and come
-back, and nothing changes them afterwards. Recipes (trimtab/recipes.py) are functions that return one.
+One kind of run per model: `GPTRun`, `CLIPRun`, and `ModuleRun` for somebody's own. Configs are checked when they are
+built, go to JSON and come back, and nothing changes them afterwards. Recipes (trimtab/recipes.py) are functions that
+return one.
 """
 
 import json
@@ -27,6 +28,8 @@ class OptimConfig:
     weight_decay: float = 0.01
     independent_decay: bool = False  # decay by weight_decay * lr / peak, whatever the peak is
     bits: Literal[8, 32] = 8  # of the optimizer's state
+    codebook: Literal["quadratic", "dynamic-symmetric", "dynamic", "linear"] = "quadratic"  # what 8 bits mean
+    block: int = 256  # values that share a scale, in 8 bits
     beta2_power: float | None = None  # beta2 = 1 - step^-power instead of a constant (stable-adamw)
     clip_norm: float | None = 1.0  # of all gradients together
 
@@ -40,6 +43,10 @@ class OptimConfig:
             raise ConfigError(f"optim.beta2_power belongs to stable-adamw, got optim.name={self.name!r}")
         if self.name == "torch-adamw" and self.bits != 32:
             raise ConfigError("optim.name='torch-adamw' keeps 32-bit state; try optim.bits=32")
+        if self.block < 1:
+            raise ConfigError(f"optim.block={self.block} is too small; try optim.block=256")
+        if self.name == "torch-adamw" and (self.codebook, self.block) != ("quadratic", 256):
+            raise ConfigError("optim.codebook and optim.block are of 8-bit state, which torch-adamw does not have")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +149,27 @@ class CLIPRun(RunConfig):
             )
 
 
-KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun}
+@dataclass(frozen=True, kw_only=True)
+class ModuleConfig:
+    """Somebody's own model and data: a function, and what it is called with. See module.py."""
+
+    build: str  # "package.file:function"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # its keywords; JSON values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRun(RunConfig):
+    """Train somebody's own model. Rows have schedule.seqlen.end tokens, as far as the clocks are concerned."""
+
+    model: ModuleConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule.batch.start < self.schedule.batch.end:
+            raise ConfigError(f"schedule.batch: the batches of {self.model.build} are as large as it makes them")
+
+
+KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun, "module": ModuleRun}
 # What may be different when a run goes on: nothing of this changes what it computes, but for the order of sums.
 FREE: tuple[str, ...] = (
     "eval_every",

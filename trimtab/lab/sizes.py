@@ -1,0 +1,84 @@
+"""Sizes: depth x width, the ladders that studies climb, and a recipe at another size.
+
+    2x32       two layers of 32, in heads of 16 or the nearest that divides; 2x32x4 has four heads
+    joint      grows both ways, the paper's way; `width` and `depth` grow one way, to compare the two
+
+Embedding and head do not count: a GPT has 12 * depth * width^2 parameters. Wortsman et al. 2023b, sections 2 and 3.2.2.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trimtab.train.config import CLIPRun, ConfigError, GPTRun, ModuleRun, RunConfig
+
+HEAD_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """One rung of a ladder: depth x width, or the options that somebody's own function takes."""
+
+    name: str
+    depth: int = 0
+    width: int = 0
+    heads: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+LADDERS: dict[str, tuple[str, ...]] = {
+    "joint": ("2x16", "2x32", "3x64", "4x128", "6x256"),
+    "width": ("3x16", "3x32", "3x64", "3x96"),
+    "depth": ("1x32", "3x32", "6x32", "12x32"),
+}
+
+
+def ladder(name: str, rungs: int | None = None) -> tuple[Size, ...]:
+    """The sizes of a ladder, from below."""
+    if name not in LADDERS:
+        raise ConfigError(f"there is no ladder {name!r}; there are {', '.join(LADDERS)}")
+    return tuple(parse_size(size) for size in LADDERS[name][:rungs])
+
+
+def parse_size(text: str) -> Size:
+    match = re.fullmatch(r"(\d{1,5})x(\d{1,6})(?:x(\d{1,4}))?", text.strip().lower())
+    if not match or 0 in (depth := int(match[1]), width := int(match[2])):
+        raise ConfigError(f"size {text!r} is not depth x width; try 3x64")
+    heads = int(match[3]) if match[3] else count_heads(width)
+    if not heads or width % heads:
+        raise ConfigError(f"size {text!r}: {width} does not split into {heads} heads; try {depth}x{width}")
+    return Size(text.strip().lower(), depth, width, heads)
+
+
+def count_heads(width: int) -> int:
+    """As many heads of HEAD_WIDTH as fit; fewer where that many do not divide, or not into pairs (rotary positions)."""
+    most = max(width // HEAD_WIDTH, 1)
+    return next((h for h in range(most, 0, -1) if width % h == 0 and width // h % 2 == 0), 1)
+
+
+def scaled(base: RunConfig, size: Size) -> RunConfig:
+    """The same run with a model of another size. A CLIP's text tower and features keep their share of its width."""
+    if isinstance(base, ModuleRun):
+        options = size.options or {"depth": size.depth, "width": size.width}
+        return replace(base, model=replace(base.model, options={**base.model.options, **options}))
+    if size.options:
+        raise ConfigError(f"size {size.name!r} has options {dict(size.options)}, which only module:function takes")
+    if isinstance(base, GPTRun):
+        return replace(base, model=replace(base.model, depth=size.depth, width=size.width, heads=size.heads))
+    assert isinstance(base, CLIPRun)
+    model = base.model
+    text_width = max(round(size.width * model.text_width / model.width), 1)
+    return replace(
+        base,
+        model=replace(
+            model,
+            depth=size.depth,
+            width=size.width,
+            heads=size.heads,
+            text_depth=max(round(size.depth * model.text_depth / model.depth), 1) if model.depth else size.depth,
+            text_width=text_width,
+            text_heads=count_heads(text_width),
+            embed=max(round(size.width * model.embed / model.width), 1),
+        ),
+    )

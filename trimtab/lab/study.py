@@ -1,0 +1,249 @@
+"""A study: one question, and the grid of runs that answers it.
+
+    sizes × arms × learning rates × seeds  ->  cells  ->  one run folder each
+
+An `arm` is a named set of interventions (interventions.py); the subject is what is trained: a recipe, or somebody's
+own model (subjects.py). Every config of the grid is built before anything runs, so an impossible grid costs nothing.
+
+    study = default_study()                      three sizes, seven learning rates, plain and steadied
+    study = read_study("my_study.toml")          one's own
+    for cell in study.cells(): train(cell.config, out / cell.folder)
+
+Names go into folder names, and anybody may choose them: what is not plainly a name becomes one (`slug`).
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trimtab.lab.interventions import apply, steadied
+from trimtab.lab.sizes import Size, ladder, scaled
+from trimtab.lab.subjects import open_subject, with_steps
+from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json
+
+# What a step of one block of some width over 1024 tokens takes two cores: a line through three measured sizes.
+BLOCK_MS, BLOCK_MS_PER_WIDTH, REFERENCE_TOKENS = 1.0, 3 / 32, 1024
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A named set of interventions, such as "qk-norm" or "z-loss=1e-4", applied in this order."""
+
+    name: str
+    switches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid. `name` is safe as a path; `size` and `arm` are the names that people gave."""
+
+    name: str
+    size: str
+    lr: float
+    arm: str
+    seed: int
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path("cells") / self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    name: str
+    question: str
+    subject: str  # a recipe, or module:function
+    base: RunConfig  # the subject at any size: `cells` sets size, interventions, learning rate and seed
+    sizes: tuple[Size, ...]
+    lrs: tuple[float, ...]
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_grid(self)
+
+    def cells(self) -> list[Cell]:
+        """Every run of the grid, size by size. A config that cannot be is refused with its cell's name."""
+        return list(self._cells)
+
+    @cached_property
+    def _cells(self) -> tuple[Cell, ...]:
+        sizes, arms = slugs(size.name for size in self.sizes), slugs(arm.name for arm in self.arms)
+        base_width = min((size.width for size in self.sizes if size.width), default=None)
+        found = []
+        for size in self.sizes:
+            for arm in self.arms:
+                start = f"{sizes[size.name]}/{arms[arm.name]}"
+                config = _named(start, lambda size=size, arm=arm: self._build(size, arm, base_width))  # type: ignore[misc]
+                for lr in self.lrs:
+                    for seed in self.seeds:
+                        name = f"{start}/lr-{number(lr)}/seed-{seed}"
+                        found.append(Cell(name, size.name, lr, arm.name, seed, _at(config, lr, seed)))
+        return tuple(found)
+
+    def _build(self, size: Size, arm: Arm, base_width: int | None) -> RunConfig:
+        config = scaled(self.base, size)
+        for switch in arm.switches:
+            config = apply(config, switch, base_width=base_width)
+        return config
+
+    @property
+    def minutes(self) -> float | None:
+        """What the grid takes on two cores, roughly; None for what is not a GPT."""
+        if not isinstance(self.base, GPTRun):
+            return None
+        return sum(_seconds(cell.config) for cell in self._cells if isinstance(cell.config, GPTRun)) / 60
+
+    def to_json(self) -> dict[str, Any]:
+        cells = [
+            {"name": c.name, "size": c.size, "lr": c.lr, "arm": c.arm, "seed": c.seed, "folder": c.folder.as_posix()}
+            for c in self._cells
+        ]
+        return {
+            "name": self.name,
+            "question": self.question,
+            "subject": self.subject,
+            "base": to_json(self.base),
+            "sizes": [{**vars(size), "options": dict(size.options)} for size in self.sizes],
+            "lrs": list(self.lrs),
+            "arms": [{"name": arm.name, "switches": list(arm.switches)} for arm in self.arms],
+            "seeds": list(self.seeds),
+            "cells": cells,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Study":
+        """What `to_json` wrote. The cells follow from the rest."""
+        try:
+            return cls(
+                name=data["name"],
+                question=data["question"],
+                subject=data["subject"],
+                base=from_json(data["base"]),
+                sizes=tuple(Size(**size) for size in data["sizes"]),
+                lrs=tuple(data["lrs"]),
+                arms=tuple(Arm(arm["name"], tuple(arm["switches"])) for arm in data["arms"]),
+                seeds=tuple(data["seeds"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"this is no study of ours: {type(error).__name__} {error}") from None
+
+
+# --- Names
+
+
+def slug(name: str) -> str:
+    """A name as one part of a path: letters, digits and -_.=+ stay. What had to change carries a hash of the whole."""
+    plain = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", name).strip("-.")[:60]
+    if plain == name:
+        return plain
+    mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{plain}-{mark}" if plain else mark
+
+
+def slugs(names: Iterable[str]) -> dict[str, str]:
+    """Different folders for different names, also on disks that take `A` for `a`."""
+    found: dict[str, str] = {}
+    for name in names:
+        taken = {other.lower() for other in found.values()}
+        found[name] = slug(name) if slug(name).lower() not in taken else slug(name + "\0")
+    return found
+
+
+def number(x: float) -> str:
+    """As short as it can be without becoming another number."""
+    return f"{x:g}" if float(f"{x:g}") == x else repr(float(x))
+
+
+# --- Checks
+
+
+def check_grid(study: Study) -> None:
+    axes = {"sizes": study.sizes, "lrs": study.lrs, "arms": study.arms, "seeds": study.seeds}
+    for name, values in axes.items():
+        if not values:
+            raise ConfigError(f"study {study.name!r} has no {name}, so there is nothing to run; give at least one")
+    keys: dict[str, Sequence[Any]] = {name: [getattr(v, "name", v) for v in values] for name, values in axes.items()}
+    for lr in study.lrs:
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
+            raise ConfigError(f"lrs: {lr!r} is not a learning rate; try numbers above zero, such as 0.001")
+    for seed in study.seeds:
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seeds: {seed!r} is not a seed; try whole numbers from 0")
+    for name in ("sizes", "arms"):
+        wrong = [key for key in keys[name] if not isinstance(key, str) or not key.strip()]
+        if wrong:
+            raise ConfigError(f"{name}: {wrong[0]!r} is not a name; try one with letters")
+    for name, values in keys.items():
+        twice = [value for i, value in enumerate(values) if value in values[:i]]
+        if twice:
+            raise ConfigError(f"{name}: {twice[0]!r} is there twice; every run of a grid must be another one")
+
+
+def _named(start: str, build: Any) -> RunConfig:
+    try:
+        config: RunConfig = build()
+    except ValueError as error:
+        raise ConfigError(f"cell {start}: {error}") from None
+    return config
+
+
+def _at(config: RunConfig, lr: float, seed: int) -> RunConfig:
+    return replace(config, optim=replace(config.optim, lr=float(lr)), seed=seed)
+
+
+def _seconds(config: GPTRun) -> float:
+    model, tokens = config.model, config.batch * config.model.context
+    step_ms = model.depth * (BLOCK_MS + BLOCK_MS_PER_WIDTH * model.width) * tokens / REFERENCE_TOKENS
+    forward = 1 / 3  # of a step
+    looks = (config.steps // config.eval_every + 1) * config.eval_batches * forward
+    return (config.steps + looks) * step_ms / 1000
+
+
+# --- The studies of `trimtab lab`
+
+LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # the paper's grid
+SIZES, SEEDS, STEPS = ladder("joint", 3), (0, 1), 500
+QUICK_LRS, QUICK_SIZES, QUICK_SEEDS, QUICK_STEPS = LRS[2:], ladder("joint", 3), (0,), 250
+QUESTION = "How sensitive is this recipe to its learning rate, what breaks first, at which size, and what fixes it?"
+
+
+def default_study(subject: str = "gpt-lab") -> Study:
+    """Three sizes, seven learning rates, as it is and steadied; two seeds."""
+    return compare(subject, name="default", sizes=SIZES, lrs=LRS, seeds=SEEDS, steps=STEPS)
+
+
+def quick_study(subject: str = "gpt-lab") -> Study:
+    """The same question with fewer learning rates, steps and seeds."""
+    return compare(subject, name="quick", sizes=QUICK_SIZES, lrs=QUICK_LRS, seeds=QUICK_SEEDS, steps=QUICK_STEPS)
+
+
+def compare(
+    subject: str,
+    *,
+    name: str,
+    sizes: Sequence[Size],
+    lrs: Sequence[float],
+    seeds: Sequence[int],
+    steps: int,
+) -> Study:
+    """A subject as it is, and with what the papers recommend."""
+    base = with_steps(open_subject(subject), steps)
+    first = "plain" if subject == "gpt-lab" else "as it is"
+    arms = (Arm(first), Arm("steadied", steadied(base))) if steadied(base) else (Arm(first),)
+    return Study(
+        name=name,
+        question=QUESTION,
+        subject=subject,
+        base=base,
+        sizes=tuple(sizes),
+        lrs=tuple(lrs),
+        arms=arms,
+        seeds=tuple(seeds),
+    )
