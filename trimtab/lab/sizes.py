@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.train.config import CLIPRun, ConfigError, GPTRun, ModuleRun, RunConfig
+from trimtab.train.module import check_options
 
 HEAD_WIDTH = 16
 
@@ -32,6 +33,18 @@ LADDERS: dict[str, tuple[str, ...]] = {
     "width": ("3x16", "3x32", "3x64", "3x96"),
     "depth": ("1x32", "3x32", "6x32", "12x32"),
 }
+
+
+def parse_sizes(text: str) -> tuple[Size, ...]:
+    """One size, a ladder, or its first rungs: "3x64", "width", "joint:3"."""
+    name, colon, rungs = text.partition(":")
+    if name in LADDERS and (not colon or (rungs.isdecimal() and 0 < int(rungs) <= len(LADDERS[name]))):
+        return ladder(name, int(rungs) if rungs else None)
+    if name in LADDERS:
+        raise ConfigError(f"sizes {text!r}: ladder {name} has {len(LADDERS[name])} rungs; try {name}:3")
+    if colon or "x" not in text:
+        raise ConfigError(f"sizes {text!r} is neither depth x width nor a ladder; try 3x64, or {', '.join(LADDERS)}")
+    return (parse_size(text),)
 
 
 def ladder(name: str, rungs: int | None = None) -> tuple[Size, ...]:
@@ -61,7 +74,9 @@ def scaled(base: RunConfig, size: Size) -> RunConfig:
     """The same run with a model of another size. A CLIP's text tower and features keep their share of its width."""
     if isinstance(base, ModuleRun):
         options = size.options or {"depth": size.depth, "width": size.width}
-        return replace(base, model=replace(base.model, options={**base.model.options, **options}))
+        model = replace(base.model, options={**base.model.options, **options})
+        check_options(model)
+        return replace(base, model=model)
     if size.options:
         raise ConfigError(f"size {size.name!r} has options {dict(size.options)}, which only module:function takes")
     if isinstance(base, GPTRun):

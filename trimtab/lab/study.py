@@ -6,7 +6,7 @@ An `arm` is a named set of interventions (interventions.py); the subject is what
 own model (subjects.py). Every config of the grid is built before anything runs, so an impossible grid costs nothing.
 
     study = default_study()                      three sizes, seven learning rates, plain and steadied
-    study = read_study("my_study.toml")          one's own
+    study = read_study("my_study.toml")          one's own (study_file.py)
     for cell in study.cells(): train(cell.config, out / cell.folder)
 
 Names go into folder names, and anybody may choose them: what is not plainly a name becomes one (`slug`).
@@ -80,17 +80,20 @@ class Study:
         for size in self.sizes:
             for arm in self.arms:
                 start = f"{sizes[size.name]}/{arms[arm.name]}"
-                config = _named(start, lambda size=size, arm=arm: self._build(size, arm, base_width))  # type: ignore[misc]
+                config = self._build(start, size, arm, base_width)
                 for lr in self.lrs:
                     for seed in self.seeds:
                         name = f"{start}/lr-{number(lr)}/seed-{seed}"
                         found.append(Cell(name, size.name, lr, arm.name, seed, _at(config, lr, seed)))
         return tuple(found)
 
-    def _build(self, size: Size, arm: Arm, base_width: int | None) -> RunConfig:
-        config = scaled(self.base, size)
-        for switch in arm.switches:
-            config = apply(config, switch, base_width=base_width)
+    def _build(self, start: str, size: Size, arm: Arm, base_width: int | None) -> RunConfig:
+        try:
+            config = scaled(self.base, size)
+            for switch in arm.switches:
+                config = apply(config, switch, base_width=base_width)
+        except ValueError as error:
+            raise ConfigError(f"cell {start}: {error}") from None
         return config
 
     @property
@@ -180,18 +183,10 @@ def check_grid(study: Study) -> None:
         wrong = [key for key in keys[name] if not isinstance(key, str) or not key.strip()]
         if wrong:
             raise ConfigError(f"{name}: {wrong[0]!r} is not a name; try one with letters")
-    for name, values in keys.items():
-        twice = [value for i, value in enumerate(values) if value in values[:i]]
+    for name, given in keys.items():
+        twice = [value for i, value in enumerate(given) if value in given[:i]]
         if twice:
             raise ConfigError(f"{name}: {twice[0]!r} is there twice; every run of a grid must be another one")
-
-
-def _named(start: str, build: Any) -> RunConfig:
-    try:
-        config: RunConfig = build()
-    except ValueError as error:
-        raise ConfigError(f"cell {start}: {error}") from None
-    return config
 
 
 def _at(config: RunConfig, lr: float, seed: int) -> RunConfig:

@@ -86,7 +86,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _followers(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     batch, seqlen = config.schedule.batch, config.schedule.seqlen
     if "batch" in given and batch.start == batch.end:
         found |= {"schedule.batch.start": given["batch"], "schedule.batch.end": given["batch"]}

@@ -1,7 +1,7 @@
 """ONE RUN: config, loop, log, checkpoints, processes. `trimtab train RECIPE` is `train(config, folder)`."""
 
 from trimtab.train.checkpoint import CheckpointError, Checkpoints
-from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig
+from trimtab.train.config import CLIPRun, DataConfig, GPTRun, ModuleRun, OptimConfig, RunConfig, ScheduleConfig
 from trimtab.train.evaluate import evaluate, load_run, sample
 from trimtab.train.log import RunError, RunLog, read_lines
 from trimtab.train.loop import resume, train
@@ -13,6 +13,7 @@ __all__ = [
     "Checkpoints",
     "DataConfig",
     "GPTRun",
+    "ModuleRun",
     "OptimConfig",
     "ProcessLost",
     "RunConfig",

@@ -45,6 +45,16 @@ def build_task(config: RunConfig, processes: Processes) -> Task:
     return _clip_task(config, processes)
 
 
+def build_model(config: RunConfig) -> nn.Module:
+    """The model alone, for weights that come from a checkpoint."""
+    if isinstance(config, GPTRun):
+        return GPT(config.model)
+    if isinstance(config, ModuleRun):
+        return build_module(config.model).model
+    assert isinstance(config, CLIPRun)
+    return CLIP(config.model)
+
+
 def _gpt_task(config: GPTRun, processes: Processes) -> Task:
     corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)
     if corpus.vocab > config.model.vocab:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data import open_corpus, open_pairs
-from trimtab.nn import CLIP, GPT, ByteTokenizer
-from trimtab.train.build import build_task
+from trimtab.nn import CLIP, ByteTokenizer
+from trimtab.train.build import build_model, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.config import CLIPRun, GPTRun, RunConfig
 from trimtab.train.log import RunError, RunLog
@@ -31,7 +31,7 @@ def load_run(folder: Path, step: int | None = None) -> tuple[RunConfig, nn.Modul
         chosen = best
     if chosen not in steps:
         raise RunError(f"{folder} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
-    model: nn.Module = GPT(config.model) if isinstance(config, GPTRun) else CLIP(config.model)  # type: ignore[attr-defined]
+    model = build_model(config)
     checkpoints.load(chosen, model, None)
     return config, model.eval(), chosen
 
@@ -89,7 +89,8 @@ def sample(
     """Text that a trained GPT goes on with."""
     config, model, _ = load_run(folder, step)
     if not isinstance(config, GPTRun):
-        raise RunError(f"{folder} holds a CLIP, which writes no text; `trimtab eval {folder}` says what it can do")
+        kind = "a CLIP" if isinstance(config, CLIPRun) else "a model of its author's own"
+        raise RunError(f"{folder} holds {kind}, which writes no text; `trimtab eval {folder}` says what it can do")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise RunError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
     corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)

@@ -87,6 +87,15 @@ def find_function(reference: str) -> Callable[..., Any]:
     return result
 
 
+def check_options(config: ModuleConfig) -> None:
+    """The function takes these options, as far as its signature tells."""
+    try:
+        inspect.signature(find_function(config.build)).bind(**config.options)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in config.options.items())
+        raise ConfigError(f"{config.build} cannot be called with ({given}): {error}") from None
+
+
 def build_module(config: ModuleConfig) -> Built:
     """Call the function, and look at what it returns."""
     function = find_function(config.build)
@@ -114,6 +123,8 @@ class ModuleBatches:
     def __init__(self, build: str, data: Callable[[str, int], Any], split: str, seed: int) -> None:
         self.build, self.data, self.split, self.seed = build, data, split, seed
         self.position = 0  # where the caller is; the source follows when it is asked for the next batch
+        self._taken = self._passes = 0
+        self._iterator: Iterator[Any] = iter(())
         self._restart()
         if self._placed:
             try:
@@ -173,7 +184,7 @@ class ModuleBatches:
         self._taken, self._passes = 0, 0
         self._source = self._open()
         self._placed = all(callable(getattr(self._source, name, None)) for name in ("next", "state", "load"))
-        self._iterator: Iterator[Any] = iter(()) if self._placed else iter(self._source)
+        self._iterator = iter(()) if self._placed else iter(self._source)
 
     def _open(self) -> Any:
         try:
