@@ -1,0 +1,260 @@
+"""Subjects: recipes and sizes, and a model of one's own that trains, resumes exactly, and is refused in words."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.runs import assert_same_run, quiet, read_events
+from trimtab.lab.sizes import LADDERS, Size, count_heads, ladder, parse_size, parse_sizes, scaled
+from trimtab.lab.study import Arm, Study
+from trimtab.lab.subjects import open_subject, with_steps, with_values
+from trimtab.nn import CLIP, ConfigError
+from trimtab.recipes import RECIPES
+from trimtab.train import ModuleRun, RunError, evaluate, load_run, resume, sample, train
+from trimtab.train.config import from_json, to_json
+from trimtab.train.module import ModuleBatches, build_module, module_run
+
+OWN = "tests.lab.own_model"
+
+
+def own(function: str = "build", **changes) -> ModuleRun:
+    run = module_run(f"{OWN}:{function}", steps=12, batch=8)
+    return replace(run, eval_every=4, eval_batches=2, checkpoint_every=4, keep=10, **changes)
+
+
+# --- Sizes
+
+
+def test_a_size_is_depth_by_width_in_heads_of_sixteen():
+    assert parse_size("3x64") == Size("3x64", 3, 64, 4)
+    assert parse_size(" 2X32x4 ") == Size("2x32x4", 2, 32, 4)
+    assert [count_heads(width) for width in (8, 16, 40, 50, 96)] == [1, 1, 2, 1, 6]
+    assert [size.name for size in parse_sizes("joint:2")] == ["2x16", "2x32"]
+    assert [size.name for size in parse_sizes("depth")] == list(LADDERS["depth"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "x64", "0x16", "2x0", "2x32x5", "2x32x0", "-1x16", "joint:9", "joint:x", "tall"]
+)
+def test_what_is_not_a_size_is_refused(text):
+    with pytest.raises(ConfigError, match="size"):
+        parse_sizes(text)
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_every_rung_of_every_ladder_is_a_gpt(name):
+    for size in ladder(name):
+        config = scaled(open_subject("gpt-lab"), size)
+        assert config.model.head_width == 16
+        assert (config.model.depth, config.model.width) == (size.depth, size.width)
+
+
+def test_both_towers_of_a_clip_grow():
+    small, large = (scaled(RECIPES["clip-tiny"](), parse_size(size)).model for size in ("2x32", "6x96"))
+    assert (small.width, small.text_width, small.text_depth, small.embed) == (32, 32, 1, 32)
+    assert (large.width, large.text_width, large.text_depth, large.embed) == (96, 96, 3, 96)
+    with torch.device("meta"):
+        assert CLIP(large).visual is not None
+
+
+def test_options_are_for_functions_alone():
+    with pytest.raises(ConfigError, match="only module:function"):
+        scaled(open_subject("gpt-lab"), Size("wide", options={"hidden": 3}))
+
+
+# --- Recipes and overrides
+
+
+def test_an_unknown_recipe_is_refused_with_the_one_that_was_meant():
+    with pytest.raises(ConfigError, match="Did you mean 'gpt-lab'"):
+        open_subject("gpt-lap")
+
+
+def test_a_shorter_run_keeps_its_shape():
+    config = open_subject("gpt-lab")
+    fifth = with_steps(config, 100)
+    assert 5 * fifth.schedule.lr.warmup == config.schedule.lr.warmup
+    assert fifth.optim.weight_decay == pytest.approx(5 * config.optim.weight_decay)
+    assert 5 * fifth.eval_every == config.eval_every
+    assert with_steps(config, config.steps) is config
+    for name in RECIPES:
+        assert with_steps(RECIPES[name](), 100).steps == 100
+    with pytest.raises(ConfigError, match="steps=0"):
+        with_steps(config, 0)
+
+
+def test_overrides_are_typed_and_the_schedules_follow():
+    config = with_values(
+        open_subject("gpt-lab"),
+        {"batch": 32, "optim": {"betas": [0.9, 0.999]}, "model.context": 32, "optim.clip-norm": "none", "optim.eps": 1},
+    )
+    assert (config.batch, config.schedule.batch.end, config.schedule.batch.start) == (32, 32, 32)
+    assert (config.schedule.seqlen.start, config.schedule.seqlen.end) == (32, 32)
+    assert (config.optim.betas, config.optim.clip_norm, config.optim.eps) == ((0.9, 0.999), None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"optim.beta": [0.9, 0.9]}, "Did you mean 'betas'"),
+        ({"steps": "many"}, "not a whole number"),
+        ({"steps": True}, "not a whole number"),
+        ({"optim.betas": 0.9}, "not a list"),
+        ({"optim.betas": [0.9]}, "needs 2"),
+        ({"optim.eps": float("nan")}, "not a finite number"),
+        ({"optim.name": "adam8"}, "try one of"),
+        ({"optim": 3}, "fields of its own"),
+        ({"batch.size": 3}, "has no fields"),
+        ({"compile": 1}, "true or false"),
+        ({"data.corpus": 1}, "not text"),
+        ({"model.width": 30, "model.heads": 4}, "does not split"),
+        ({"schedule.lr.warmup": -1}, "too small"),
+    ],
+)
+def test_a_slip_in_an_override_is_refused_in_words(values, words):
+    with pytest.raises(ConfigError, match=words):
+        with_values(open_subject("gpt-lab"), values)
+
+
+# --- A model of one's own
+
+
+@pytest.mark.parametrize("function", ["build", "build_finite", "build_placed", "build_wrapped"])
+def test_ones_own_model_trains_and_a_resume_changes_nothing(tmp_path, function):
+    config = own(function)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    result = train(config, whole, console=quiet())
+    assert result["why"] == "done"
+    assert result["tokens"] == 12 * 8  # rows of one token each, as nobody said otherwise
+    train(config, parts, console=quiet())
+    for step in (8, 4):
+        resume(parts, step=step, console=quiet())
+        assert_same_run(parts, whole, 12)
+
+
+def test_it_learns(tmp_path):
+    config = with_values(replace(own(), steps=150, eval_every=50), {"optim.lr": 0.02, "model.options.width": 32})
+    train(config, tmp_path / "run", console=quiet())
+    losses = [event["loss"] for event in read_events(tmp_path / "run", "evaluated")]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_eval_works_and_sample_refuses(tmp_path):
+    train(own(), tmp_path / "run", console=quiet())
+    found = evaluate(tmp_path / "run", batches=2)
+    last = read_events(tmp_path / "run", "evaluated")[-1]
+    assert found == {"step": 12, "loss": pytest.approx(last["loss"])}
+    config, model, step = load_run(tmp_path / "run")
+    assert (type(config), step, model.training) == (ModuleRun, 12, False)
+    with pytest.raises(RunError, match="writes no text"):
+        sample(tmp_path / "run")
+
+
+def test_its_config_goes_to_json_and_comes_back():
+    config = with_values(own(), {"model.options.width": 16})
+    assert from_json(to_json(config)) == config
+    assert config.model.options == {"width": 16}
+
+
+def test_rows_are_not_cut_unless_somebody_asks(tmp_path):
+    assert train(replace(own("build_tokens"), steps=2), tmp_path / "run", console=quiet())["why"] == "done"
+
+
+def test_two_sizes_of_it_are_a_study(tmp_path):
+    study = Study(
+        name="own",
+        question="?",
+        subject=f"{OWN}:build",
+        base=own(),
+        sizes=(parse_size("1x8"), Size("wide", options={"width": 16})),
+        lrs=(1e-3,),
+        arms=(Arm("as it is"), Arm("steadied", ("stable-adamw", "warmup=0.25"))),
+        seeds=(0,),
+    )
+    cells = study.cells()
+    assert [cell.config.model.options for cell in cells[::2]] == [{"depth": 1, "width": 8}, {"width": 16}]
+    assert [cell.config.optim.name for cell in cells[:2]] == ["adamw", "stable-adamw"]
+    assert Study.from_json(study.to_json()) == study
+    for cell in cells[::3]:
+        assert train(cell.config, tmp_path / cell.folder, console=quiet())["why"] == "done"
+    with pytest.raises(ConfigError, match=r"cell 2x16x4/as-it-is-\w+: .*cannot be called with"):
+        replace(study, sizes=(Size("2x16x4", options={"hidden": 4}),)).cells()
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("no_colon", "no recipe"),
+        (f"{OWN}:", "not package.file:function"),
+        (":build", "not package.file:function"),
+        ("a b:build", "not package.file:function"),
+        ("../x:build", "not package.file:function"),
+        ("no_such_module_at_all:build", "there is no module no_such_module_at_all"),
+        (f"{OWN}.deeper:build", "there is no module"),
+        (f"{OWN}:no_such", "has no function no_such; it has batches, build"),
+        (f"{OWN}:NUMBER", "has no function NUMBER"),
+    ],
+)
+def test_a_bad_reference_is_refused_in_words(reference, words):
+    with pytest.raises(ConfigError, match=words):
+        open_subject(reference)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", r"own_model:raises\(\) raised KeyError: 'no such thing"),
+        ("returns_none", "must return .model, data."),
+        ("returns_text", "an nn.Module and a function"),
+    ],
+)
+def test_a_function_that_does_not_do_its_part_is_refused(function, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        build_module(module_run(f"{OWN}:{function}").model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises_in_data", "the train data raised OSError: the disk is gone"),
+        ("raises_in_model", r"model\(x, y\) raised RuntimeError"),
+        ("returns_logits", r"must return the loss, one number.*shape \(2, 3\)"),
+        ("has_no_batches", "has no batches"),
+        ("has_tuples", "a batch must be a dict"),
+    ],
+)
+def test_what_raises_while_it_runs_is_said_in_one_line(tmp_path, function, words):
+    with pytest.raises(RunError, match=words) as caught:
+        train(own(function), tmp_path / "run", console=quiet())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
+    Path(tmp_path / "broken_model.py").write_text("import no_such_package\n")
+    Path(tmp_path / "here_model.py").write_text("from tests.lab.own_model import build\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    with pytest.raises(ConfigError, match="cannot import broken_model: ModuleNotFoundError: No module named 'no_such"):
+        open_subject("broken_model:build")
+    assert open_subject("here_model:build").model.build == "here_model:build"  # the current folder is searched
+
+
+def test_batches_go_back_and_forth():
+    made = build_module(module_run(f"{OWN}:build_finite").model)
+    batches = ModuleBatches("own", made.data, "train", 3)
+    first = [batches.next(8)["x"].sum().item() for _ in range(12)]
+    assert len(set(first)) == 12  # a second pass draws others
+    state = batches.state()
+    batches.load(state | {"position": 7})
+    assert [batches.next(8)["x"].sum().item() for _ in range(5)] == first[7:]
+    with pytest.raises(ValueError, match="seed"):
+        batches.load(state | {"seed": 4})
+
+
+def test_what_does_not_fit_somebodys_own_model_is_refused():
+    with pytest.raises(ConfigError, match="as large as it makes them"):
+        with_values(own(), {"schedule.batch.start": 4})
