@@ -318,13 +318,13 @@ def test_a_log_that_cannot_grow_keeps_whole_lines_and_the_run(half, tmp_path):
 def test_lines_that_waited_are_written_when_there_is_room(tmp_path):
     mine = log.RunLog(tmp_path)
     mine.step(step=1)
-    assert mine._log is not None
+    lines = mine._files["log.jsonl"]
     with open("/dev/full", "wb", buffering=0) as full:
-        mine._log.file, real = full, mine._log.file
+        lines.file, real = full, lines.file
         mine.step(step=2)
         mine.step(step=3)
         assert mine.trouble == "No space left on device"
-    mine._log.file = real
+    lines.file = real
     mine.step(step=4)
     assert mine.trouble is None
     mine.close()

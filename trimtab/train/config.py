@@ -7,12 +7,13 @@ return one.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from trimtab.nn import CLIPConfig, ConfigError, GPTConfig
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
+from trimtab.watch import Actions, Alarm
 
 Optimizer = Literal["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "torch-adamw"]
 Parallel = Literal["ddp", "fsdp2"]
@@ -70,10 +71,38 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """What looks at every step, and what it may do about an alarm (`trimtab.watch`)."""
+
+    every: int = 1  # steps between two looks at the tensors; 0: nobody looks
+    deep_every: int = 10  # steps between two looks at layers and totals, which cost more
+    record_every: int = 10  # steps between two lines of signals.jsonl; steps with an alarm have one too
+    ignore: int | None = None  # first steps without spikes and drift; None: 1000, or a twentieth of a shorter run
+    skip: tuple[str, ...] = ()  # alarms at which a step is not taken: "non-finite", "rms spike"
+    shorten: tuple[str, ...] = ()  # at which it is divided by RMS_t
+    lower_beta2: tuple[str, ...] = ()  # at which beta2 is 0.9 for 100 steps
+    roll_back: tuple[str, ...] = ()  # at which the run goes back to its last checkpoint and leaves the batches out
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("deep_every", 1), ("record_every", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"watch.{name}={getattr(self, name)} is too small; try watch.{name}={least}")
+        try:
+            self.actions(lambda alarm: None)
+        except ValueError as error:
+            raise ConfigError(f"watch.{error}") from None
+
+    def actions(self, restore: Callable[[Alarm], None]) -> Actions:
+        chosen = {name: getattr(self, name) for name in ("skip", "shorten", "lower_beta2", "roll_back")}
+        return Actions(**chosen, restore=restore)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     optim: OptimConfig
     schedule: ScheduleConfig
     data: DataConfig = field(default_factory=DataConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     steps: int  # at most; a run ends at the first of steps and tokens
     tokens: int | None = None
     batch: int  # sequences or pairs per step, over all processes
@@ -182,6 +211,7 @@ FREE: tuple[str, ...] = (
     "threads",
 )
 FREE += ("stop_after_skips", "diverged_at", "data.cache", "data.prefetch")
+FREE += ("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore")
 
 
 def kind_of(config: RunConfig) -> str:

@@ -2,7 +2,8 @@
 
     config.json     the full config, versions, the corpus' sha256
     log.jsonl       one object per step
-    events.jsonl    skips, evaluations, checkpoints, resumes, the end
+    signals.jsonl   what the watcher saw, every few steps
+    events.jsonl    alarms, skips, evaluations, checkpoints, resumes, the end
     checkpoints/    checkpoint.py
     result.json     written last: its presence means the run is complete
 
@@ -38,8 +39,7 @@ class RunLog:
 
     def __init__(self, folder: Path, *, writes: bool = True) -> None:
         self.folder, self.writes = folder, writes
-        self._log: _Lines | None = None
-        self._events: _Lines | None = None
+        self._files: dict[str, _Lines] = {}
 
     def check_free(self) -> None:
         """Refuse a folder that cannot hold a new run, before any work is done for it."""
@@ -86,19 +86,18 @@ class RunLog:
             raise RunError(f"{path} is not a config of ours: {error}") from None
 
     def step(self, **values: Any) -> None:
-        if self.writes:
-            self._log = self._log or _Lines(self.folder / "log.jsonl")
-            self._log.append(values)
+        self._append("log.jsonl", values)
 
-    def event(self, kind: str, **values: Any) -> None:
-        if self.writes:
-            self._events = self._events or _Lines(self.folder / "events.jsonl")
-            self._events.append({"event": kind, "time": round(time.time(), 3), **values})
+    def signals(self, record: Mapping[str, Any]) -> None:
+        self._append("signals.jsonl", _short(record))
+
+    def event(self, event: str, /, **values: Any) -> None:
+        self._append("events.jsonl", {"event": event, "time": round(time.time(), 3), **values})
 
     @property
     def trouble(self) -> str | None:
         """Why lines are waiting to be written, if some are."""
-        return next((lines.trouble for lines in (self._log, self._events) if lines and lines.trouble), None)
+        return next((lines.trouble for lines in self._files.values() if lines.trouble), None)
 
     def finish(self, **result: Any) -> None:
         if self.writes:
@@ -108,23 +107,39 @@ class RunLog:
         """Forget the steps after this one: they will be taken again."""
         if not self.writes:
             return
+        self.close()
         (self.folder / "result.json").unlink(missing_ok=True)
-        path = self.folder / "log.jsonl"
-        if not path.exists():
-            return
-        kept = 0
-        with path.open("r+b") as file:
-            for line in file:
-                if not line.endswith(b"\n") or _parse(line, path)["step"] > step:
-                    break
-                kept += len(line)
-            file.truncate(kept)  # in place: it needs no room on a full disk
+        for path in (self.folder / "log.jsonl", self.folder / "signals.jsonl"):
+            if path.exists():
+                _cut_back(path, step)
 
     def close(self) -> None:
-        for lines in (self._log, self._events):
-            if lines is not None:
-                lines.close()
-        self._log = self._events = None
+        for lines in self._files.values():
+            lines.close()
+        self._files = {}
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        if self.writes:
+            if name not in self._files:
+                self._files[name] = _Lines(self.folder / name)
+            self._files[name].append(values)
+
+
+def _cut_back(path: Path, step: int) -> None:
+    kept = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _parse(line, path)["step"] > step:
+                break
+            kept += len(line)
+        file.truncate(kept)  # in place: it needs no room on a full disk
+
+
+def _short(x: Any) -> Any:
+    """Five digits of every number: nobody reads more of a signal, and a model has hundreds of them."""
+    if isinstance(x, Mapping):
+        return {key: _short(value) for key, value in x.items()}
+    return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

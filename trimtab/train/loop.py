@@ -30,6 +30,10 @@ from trimtab.train.plan import foretell
 from trimtab.train.processes import Processes, ProcessLost, processes
 from trimtab.train.progress import Line
 from trimtab.train.tensorboard import Board
+from trimtab.train.watcher import Watcher
+from trimtab.watch import Alarm
+
+MOST_RETURNS = 3  # to one checkpoint; what still goes wrong then, goes wrong without this batch too
 
 
 @dataclass
@@ -65,7 +69,7 @@ def train(config: RunConfig, out: Path, *, console: Console | None = None) -> di
         run = _Run(config, task, log, here, console)
         here.barrier()  # all have seen that the folder is free
         try:
-            here.together(lambda: log.create(config, sha256=task.sha256))
+            here.together(lambda: log.create(config, sha256=task.sha256, params=count_params(task.model)))
         except OSError as error:
             raise RunError(f"cannot write to {out}: {error.strerror}") from None
         return run.go()
@@ -113,6 +117,8 @@ class _Run:
         self.config, self.task, self.log, self.here = config, task, log, here
         self.model = here.spread(task.model)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.watcher = Watcher(config, self.model, self.optimizer, log)
+        self.returns: dict[int, int] = {}  # by the step of the checkpoint
         self.called: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
         _check_sizes(config, here.world)
         self.source = task.batches("train", config.seed)
@@ -169,10 +175,11 @@ class _Run:
         return result
 
     def _loop(self, asked: "Asked") -> str:
-        config, clock = self.config, self.state.clock
-        if clock.step == 0:
+        config = self.config
+        if self.state.clock.step == 0:
             self._evaluate()
         while True:
+            clock = self.state.clock
             if clock.step >= config.steps or (config.tokens is not None and clock.tokens >= config.tokens):
                 why = "done"
                 break
@@ -182,6 +189,8 @@ class _Run:
             if self.state.skipped_in_a_row >= config.stop_after_skips:
                 self._event("stopped", reason=f"{config.stop_after_skips} steps in a row without a finite loss")
                 return "not finite"
+            if self.watcher.wants_back and self._roll_back(self.watcher.wants_back):
+                continue
             signalled = self.here.any(asked.name is not None)
             due = clock.step % config.eval_every == 0
             if due and self._evaluate():
@@ -208,7 +217,9 @@ class _Run:
         lr = self.lr.at(config.optim.lr, number, clock.tokens, clock.warmup_tokens, clock.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_ratio"]
-        batch = config.schedule.seqlen.cut(self.batches.next(size), number)
+        batch = self.batches.next(size)
+        if length < config.schedule.seqlen.end:
+            batch = config.schedule.seqlen.cut(batch, number)
         loss = self._backward(batch)
         norm = self._clip()
         # Finite losses can have gradients that are not, and one of those in the weights is there for good.
@@ -216,7 +227,10 @@ class _Run:
         if finite:
             self.optimizer.step()
             self.task.after_step()
+        else:
+            self.watcher.skip()
         self.optimizer.zero_grad()
+        self.watcher.step(loss, norm)
         self._count(finite, number)
         clock.step, clock.samples, clock.tokens = number, clock.samples + size, clock.tokens + size * used
         if clock.warmup_steps is None and self.lr.warmed(number, clock.tokens):
@@ -238,10 +252,17 @@ class _Run:
         return self.here.mean(total)
 
     def _clip(self) -> float:
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        limit = self.config.optim.clip_norm
-        norm: Any = nn.utils.clip_grad_norm_(params, math.inf if limit is None else limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        """The norm of all gradients, before they are shortened. Where it is not finite they stay as they are, so that
+        the watcher can say whose gradient it was."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found: Any = nn.utils.get_total_norm([p.grad for p in params])
+        norm, limit = (
+            float(found.full_tensor() if hasattr(found, "full_tensor") else found),
+            self.config.optim.clip_norm,
+        )
+        if limit is not None and math.isfinite(norm):
+            nn.utils.clip_grads_with_norm_(params, limit, found)
+        return norm
 
     def _count(self, finite: bool, number: int) -> None:
         state = self.state
@@ -302,14 +323,19 @@ class _Run:
         self.log.step(**record)
         if self.log.trouble and not before:
             self.line.say(f"step {record['step']}  the log cannot be written: {self.log.trouble}; its lines wait")
+        totals = self.watcher.write(record["step"])
+        for alarm in self.watcher.alarms:
+            self.line.say(str(alarm))
         if self.board is not None:
             self.board.add("train", record, record["step"])
+            self.board.add("watch", totals, record["step"])
 
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
         self.saved = step
         generators = self.here.gather(_random_state(self.here.device))
-        state = {"progress": asdict(self.state), "data": self.batches.state(), "generators": generators}
+        state: dict[str, Any] = {"progress": asdict(self.state), "data": self.batches.state()}
+        state |= {"generators": generators, "watch": self.watcher.state()}
         loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
         try:
             path = self.checkpoints.save(step, self.model, self.optimizer, state, validation_loss=loss)
@@ -327,9 +353,7 @@ class _Run:
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
             raise RunError(f"there is no checkpoint of step {chosen}; there are {', '.join(map(str, steps))}")
-        saved = self.checkpoints.load(chosen, self.model, self.optimizer)
-        progress = saved["progress"]
-        self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
+        saved = self._load_weights(chosen)
         # Forced on to other data or another order, a run goes on at the same number of rows.
         position = {"position": saved["data"]["position"]}
         self.source.load(self.source.state() | position if force else saved["data"])
@@ -342,8 +366,40 @@ class _Run:
         self.log.cut_back(chosen)
         self._event("resumed", step=chosen, processes=self.here.world)
 
+    def _roll_back(self, alarm: Alarm) -> bool:
+        """To the last checkpoint, and on with the batches that come next: those since then are left out."""
+        self.watcher.wants_back = None
+        steps, at = self.checkpoints.list_steps(), self.state.clock.step
+        returns = self.returns.get(steps[-1], 0) if steps else MOST_RETURNS
+        if returns >= MOST_RETURNS:
+            why = f"{returns} times already" if steps else "there is no checkpoint yet"
+            self._event("not rolled back", step=at, reason=f"{alarm.kind} in {alarm.where}; {why}")
+            self.line.say(f"step {at}  not rolled back: {why}")
+            return False
+        self.returns[steps[-1]] = returns + 1
+        self._load_weights(steps[-1])
+        self.here.barrier()  # nobody writes to a log that is being cut
+        self.log.cut_back(steps[-1])
+        self._event("rolled back", step=at, to=steps[-1], reason=f"{alarm.kind} in {alarm.where}")
+        self.line.say(f"step {at}  back to step {steps[-1]}: {alarm.kind} in {alarm.where}")
+        return True
+
+    def _load_weights(self, step: int) -> dict[str, Any]:
+        """Model, optimizer, clocks and windows as they were; returns what else was saved."""
+        saved = self.checkpoints.load(step, self.model, self.optimizer)
+        progress = saved["progress"]
+        self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
+        self.watcher.load(saved.get("watch"), step)
+        return saved
+
     def _event(self, kind: str, **values: Any) -> None:
         self.log.event(kind, **values)
+
+
+def count_params(model: nn.Module) -> int:
+    """How large a model is called: as it counts itself (a GPT counts its blocks' matrices), or all it has."""
+    counted = getattr(model, "count_params", lambda: sum(p.numel() for p in model.parameters()))
+    return int(counted())
 
 
 def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ MISSING = "×"  # where there is no number
 POINTS = 512
 RMS_LIMIT = 2.3
 LAYER_SIGNALS = ("logit_max", "entropy", "out_rms")
-LOUD = ("alarm", "skipped", "stopped", "checkpoint failed", "resumed", "done")
+LOUD = ("alarm", "skipped", "stopped", "checkpoint failed", "rolled back", "not rolled back", "resumed", "done")
 ENDS = ("stopped", "done")
 
 

@@ -118,6 +118,10 @@ class Watch:
             return [self._own_alarm()]
         return alarms
 
+    def skip(self) -> None:
+        """Call where the loop leaves out `optimizer.step`: the gradients are looked at all the same."""
+        self._before()
+
     @property
     def record(self) -> dict[str, Any]:
         """What was measured at the last look, for a line of signals.jsonl; null where a number is not finite."""
