@@ -1,6 +1,6 @@
 """What a folder of runs says: every cell, the curves over the learning rate, the fits over the size, the verdict.
 
-    folders --results--> Result --measure--> Curve, Slope, Comparison --predict--> Fit, Critical, Forecast
+    folders --results--> Result --measure--> Curve, Slope, Comparison --fits, forecasts--> Fit, Critical, Forecast
                                                                       --verdict--> sentences
 
 `read` makes all of it from files alone, so that a study of last year, or one that still runs, gives the same page as
@@ -47,9 +47,9 @@ class Result:
     versions: Mapping[str, str] = field(default_factory=dict)
     evaluations: Points = ()
     losses: Points = ()  # of training, thinned
-    logit_max: float = math.nan  # largest attention logit of all layers, at `logit_step`
-    logit_step: int | None = None
-    logits: Points = ()  # the same over the run
+    logit_max: float = math.nan  # largest attention logit of all layers early in the run, results.SNAPSHOT
+    logit_step: int | None = None  # the last step that went into it
+    logits: Points = ()  # largest of all layers, over the run
     logz: Points = ()  # log of the softmax's denominator, over the run
     grad_rms: float = math.nan  # of the first MLP matrix, mean of the last looks; what Adam's eps is compared with
     update_rms: float = math.nan  # of the same matrix
@@ -236,13 +236,14 @@ class Findings:
 def read(folders: Sequence[str | Path]) -> Findings:
     """Read studies, folders of runs and single runs. Raises RunError only if there is nothing at all."""
     # These build what is defined above, so they cannot be imported before it is.
+    from trimtab.lab import fits as fitted
     from trimtab.lab import folders as places
-    from trimtab.lab import measure, predict, verdict
+    from trimtab.lab import forecasts, measure, verdict
 
     sources, found, notes = places.read_folders([Path(folder) for folder in folders])
     curves = measure.curves_of(found)
-    fits = predict.fits_of(found)
-    critical = predict.critical_of(found, curves)
+    fits = fitted.fits_of(found)
+    critical = forecasts.critical_of(found, curves)
     findings = Findings(
         studies=tuple(sources),
         results=tuple(found),
@@ -251,8 +252,8 @@ def read(folders: Sequence[str | Path]) -> Findings:
         comparisons=tuple(measure.comparisons_of(found, curves)),
         fits=tuple(fits),
         critical=critical,
-        forecasts=tuple(predict.forecasts_of(fits, curves, found, critical)),
-        notes=tuple(notes + measure.notes_of(curves) + predict.notes_of(found, fits)),
+        forecasts=tuple(forecasts.forecasts_of(fits, curves, found, critical)),
+        notes=tuple(notes + measure.notes_of(curves) + forecasts.notes_of(found)),
     )
     return verdict.judge(findings)
 

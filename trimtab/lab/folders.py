@@ -20,7 +20,16 @@ from trimtab.train import RunError, read_lines
 
 Read = tuple[Source, list[Result], list[str]]
 # What makes a size, or is a cell's own, or changes nothing that is computed.
-_NOT_AN_ARM = ("optim.lr", "seed", "model.depth", "model.width", "model.heads", "schedule.lr.floor", "threads", "keep")
+_NOT_AN_ARM: tuple[str, ...] = (
+    "optim.lr",
+    "seed",
+    "model.depth",
+    "model.width",
+    "model.heads",
+    "schedule.lr.floor",
+    "threads",
+    "keep",
+)
 _NOT_AN_ARM += ("eval_every", "eval_batches", "checkpoint_every", "log_every", "tensorboard", "data.cache", "watch.")
 
 
@@ -154,8 +163,12 @@ def _name_arms(paths: Sequence[Path]) -> dict[Path, str]:
     }
     keys = sorted({key for config in configs.values() for key in config if not key.startswith(_NOT_AN_ARM)})
     apart = [key for key in keys if len({str(config.get(key)) for config in configs.values()}) > 1]
+    short = {key: key.rpartition(".")[2] for key in apart}
+    if len(set(short.values())) < len(short):
+        short = {key: key for key in apart}
     named = {
-        path: ", ".join(f"{key}={config[key]}" for key in apart if key in config) for path, config in configs.items()
+        path: ", ".join(f"{short[key]}={config[key]}" for key in apart if key in config)
+        for path, config in configs.items()
     }
     return {path: name or "runs" for path, name in named.items()}
 

@@ -3,11 +3,14 @@
 Nothing here raises for a run that is unfinished, half-written or damaged: its status and `why` say so. Two moments of a
 run are singled out:
 
-    SNAPSHOT    the attention logits that predictions are made from are those of this share of the run
+    SNAPSHOT    the attention logits that predictions are made from: geometric mean of the looks in this part of the run
     TAIL        gradients, updates and outputs are means over this last share of it
 
-Wortsman et al. 2023b take the logits of step 2,000 of 100,000, while the warm-up of 5,000 steps is not over. Short runs
-have too few steps for that. A run that stopped before the snapshot has its last look taken.
+Wortsman et al. 2023b take the logits of step 2,000 of 100,000. Of 500 steps that is the tenth: too early. Measured on
+GPTs of 6, 25 and 147 thousand weights: the two smaller predict the logits of the largest within 2.2x at all learning
+rates around a tenth of the run, and within 18x only after a third of it, when failing runs have levelled off; at a
+twentieth they predict best, but failing runs hardly differ yet from fine ones (54 against 46; at a tenth 117 against
+55). One look is a maximum over one batch, so several are averaged. A run that stopped before has its last look taken.
 """
 
 import json
@@ -24,7 +27,7 @@ from trimtab.watch.analysis import loss_ratios, losses_of
 from trimtab.watch.folder import Run, read_run
 from trimtab.watch.spikes import PAPER, Floats, find_peak, loss_spans
 
-SNAPSHOT = 0.2
+SNAPSHOT = (0.05, 0.1)
 TAIL = 0.1
 MOST_POINTS = 400  # of a training curve
 _SIGNALS = ("grad_rms", "update_rms")
@@ -176,9 +179,12 @@ def _logits(run: Run) -> Points:
 
 
 def _snapshot(logits: Points, steps: int) -> tuple[int, float] | None:
-    """The last look in the first SNAPSHOT of the run; of a run that was not looked at so early the first."""
-    early = [point for point in logits if point[0] <= SNAPSHOT * steps]
-    return early[-1] if early else logits[0] if logits else None
+    """Step and value; where nobody looked in that part of the run, the last look before it, else the first after."""
+    inside = [point for point in logits if SNAPSHOT[0] * steps < point[0] <= SNAPSHOT[1] * steps and point[1] > 0]
+    if inside:
+        return inside[-1][0], float(np.exp(np.mean(np.log([value for _, value in inside]))))
+    before = [point for point in logits if point[0] <= SNAPSHOT[1] * steps]
+    return before[-1] if before else logits[0] if logits else None
 
 
 def _first_mlp(run: Run) -> str | None:
