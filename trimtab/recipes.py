@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from trimtab.nn import CLIP_SIZES, GPTConfig
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
-from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig
+from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig, WatchConfig
 
 
 def gpt_tiny() -> GPTRun:
@@ -54,6 +54,7 @@ def gpt_lab() -> GPTRun:
         eval_batches=32,
         checkpoint_every=100,
         keep=1,
+        watch=WatchConfig(every=10),
         threads=1,
     )
 
