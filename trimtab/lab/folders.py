@@ -16,7 +16,8 @@ from typing import Any
 
 from trimtab.lab.findings import Result, Source
 from trimtab.lab.results import Place, as_mapping, read_json, read_result
-from trimtab.train import RunError, read_lines
+from trimtab.train import RunError
+from trimtab.watch.folder import Lines
 
 Read = tuple[Source, list[Result], list[str]]
 # What makes a size, or is a cell's own, or changes nothing that is computed.
@@ -112,8 +113,8 @@ def _place(cell: Any, folder: Path, study: str) -> Place | None:
 def _failures(folder: Path) -> dict[str, Mapping[str, Any]]:
     """The last failure of each cell."""
     try:
-        return {str(line.get("cell")): line for line in read_lines(folder / "failures.jsonl")}
-    except (OSError, RunError, AttributeError, UnicodeDecodeError):
+        return {str(line.get("cell")): line for line in Lines(folder / "failures.jsonl").read()}
+    except OSError:
         return {}
 
 

@@ -118,8 +118,8 @@ def _sensitivity(findings: Findings, curves: Sequence[Curve], arms: Sequence[str
             sure = f"{comparison.low:.1f} to {comparison.high:.1f} over {seeds} seeds"
         says.append(
             f"At {_size(largest)} {comparison.arm} is {say_factor(comparison.ratio)} as sensitive to its learning rate "
-            f"as {comparison.other} ({sure}): {largest.sensitivity:.2f} against {other.sensitivity:.2f} nats of loss on "
-            f"average over learning rates {say_rate(largest.window[0])} to {say_rate(largest.window[1])}."
+            f"as {comparison.other} ({sure}): {largest.sensitivity:.2f} against {other.sensitivity:.2f} nats of "
+            f"loss on average over learning rates {say_rate(largest.window[0])} to {say_rate(largest.window[1])}."
         )
     return says + [line for arm in arms if (line := _growth(_of_arm(curves, arm)))]
 
@@ -132,7 +132,8 @@ def _growth(own: Sequence[Curve]) -> str:
     values = join([f"{curve.sensitivity:.2f}" for curve in known])
     first = join([say_rate(curve.failing_lr) if curve.failing_lr is not None else "none" for curve in known])
     sizes = join([say_count(curve.params) if curve.params else curve.size for curve in known])
-    return f"{own[0].arm}: sensitivity {values} nats and first failing learning rate {first} at {sizes} parameters."
+    fails = f"and first failing learning rate {first} " if any(c.failing_lr is not None for c in known) else ""
+    return f"{own[0].arm}: sensitivity {values} nats {fails}at {sizes} parameters."
 
 
 # --- Cause and cure
@@ -213,8 +214,8 @@ def _eps(findings: Findings, study: str, arms: Sequence[str]) -> list[str]:
             first = min(near, key=lambda f: f.fails_at or 0)
             says.append(
                 f"Gradients of {arm} come within {NEAR:.0f} times of Adam's eps at learning rate {say_rate(first.lr)} "
-                f"from about {say_count(first.fails_at or 0)} parameters on ({say_range(first.low, first.high)}); a smaller "
-                "eps avoids it."
+                f"from about {say_count(first.fails_at or 0)} parameters on ({say_range(first.low, first.high)}); "
+                "a smaller eps avoids it."
             )
     return says
 
@@ -227,8 +228,8 @@ def _backtests(findings: Findings, study: str) -> list[str]:
     worst = factors[-1]
     return [
         f"Checked where it can be: predicted from the smaller sizes, the attention logits of the largest are off by "
-        f"{say_factor(median(factor for factor, _, _ in factors))} in the middle of {plural(len(factors), 'fit')} and "
-        f"by {say_factor(worst[0])} at worst ({worst[1]}, learning rate {say_rate(worst[2])})."
+        f"a factor of {median(factor for factor, _, _ in factors):.1f} in the middle of {plural(len(factors), 'fit')} and "
+        f"of {worst[0]:.1f} at worst ({worst[1]}, learning rate {say_rate(worst[2])})."
     ]
 
 
