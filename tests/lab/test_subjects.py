@@ -136,7 +136,7 @@ def test_ones_own_model_trains_and_a_resume_changes_nothing(tmp_path, function):
 
 
 def test_it_learns(tmp_path):
-    config = with_values(replace(own(), steps=150, eval_every=50), {"optim.lr": 0.02, "model.options.width": 32})
+    config = with_values(with_steps(own(), 150), {"optim.lr": 0.02})
     train(config, tmp_path / "run", console=quiet())
     losses = [event["loss"] for event in read_events(tmp_path / "run", "evaluated")]
     assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,29 @@
+"""Does a longer warm-up make a recipe less sensitive? Figure 5 of Wortsman et al. 2023b."""
+
+from itertools import pairwise
+
+from trimtab.lab.findings import Findings
+from trimtab.lab.questions.asking import STEADIED, Check, M, Seen, ask, judge
+from trimtab.lab.study import Study
+
+NAME = "warmup"
+ARMS = {"1%": ("warmup=0.01",), "5%": ("warmup=0.05",), "25%": ("warmup=0.25",)}
+
+
+def study() -> Study:
+    """About 8 minutes on two cores."""
+    return ask(NAME, "Does a longer warm-up lower the sensitivity?", arms=ARMS, always=STEADIED)
+
+
+def answer(findings: Findings) -> list[Check]:
+    seen = Seen(findings, NAME)
+    sensitivities = {arm: seen.sensitivity(arm) for arm in ARMS}
+    losses = {arm: seen.best(arm) for arm in ARMS}
+    return [
+        judge(f"at {M} sensitivity falls as the warm-up grows", sensitivities, _falls),
+        judge("the longest warm-up costs no loss at the best rate (2%)", losses, lambda *x: x[-1] <= 1.02 * x[1]),
+    ]
+
+
+def _falls(*values: float) -> bool:
+    return all(a > b for a, b in pairwise(values))
