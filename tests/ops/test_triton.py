@@ -22,7 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trimtab.ops import blockwise, blockwise_triton, int8, int8_triton, step, step_rules, step_triton
+from trimtab.ops import (
+    blockwise,
+    blockwise_triton,
+    gelu,
+    gelu_triton,
+    int8,
+    int8_triton,
+    step,
+    step_rules,
+    step_triton,
+)
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.codebook import dynamic, linear, load_codebook, midpoints
 from trimtab.ops.quadratic import encode_moments
@@ -317,6 +327,34 @@ def test_int8_products_cover_every_tile(monkeypatch: pytest.MonkeyPatch) -> None
     assert_identical(int8_triton.matmul(a, b, *scales, None, torch.float32), expected)
 
 
+# --- gelu
+
+
+@pytest.mark.parametrize("n", [0, *SIZES])
+def test_gelu_and_its_slope_match_the_definition_in_float64(n: int) -> None:
+    x, grad = 12 * torch.linspace(-1, 1, n) ** 3, random(n)
+    expected = gelu.gelu_reference(x.double()).float()
+    torch.testing.assert_close(gelu_triton.run(x, None), expected, rtol=1e-6, atol=1e-37)
+    # The slope passes through zero near -0.75, where its two terms cancel.
+    expected = gelu.backward_reference(grad.double(), x.double()).float()
+    assert ((gelu_triton.run(x, grad) - expected).abs() <= 1e-6 * grad.abs()).all()
+
+
+def test_gelu_has_its_limits_far_out() -> None:
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1e38, -1e38, 0.0])
+    expected = torch.tensor([math.inf, 0, math.nan, 1e38, 0, 0])
+    assert_identical(gelu_triton.run(x, None), expected)
+    assert_identical(gelu_triton.run(x, torch.ones(6)), torch.tensor([1, 0, math.nan, 1, 0, 0.5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(1031, generator=torch.Generator().manual_seed(0))).to(dtype)
+    expected = gelu.gelu_reference(x.double())
+    wrong = gelu_triton.run(x, None).double() - expected
+    assert (wrong.abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
+
+
 # --- Compiling, without a GPU
 
 
@@ -337,6 +375,11 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
         yield blockwise_triton._quantize_kernel, {"x_ptr": f"*{dtype}", "MANY": dtype == "bf16", **tile, **sizes}
         yield blockwise_triton._dequantize_kernel, {"out_ptr": f"*{dtype}", **tile, **sizes}
         yield int8_triton._matmul_kernel, {"out_ptr": f"*{dtype}", "HAS_BIAS": dtype == "bf16", **product, **sizes}
+        yield (
+            gelu_triton._gelu_kernel,
+            {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": True, "TILE": 128, **sizes},
+        )
+        yield gelu_triton._gelu_kernel, {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": False, "TILE": 128}
     for walks in ((True, True), (True, False), (False, True)):
         chosen = {"MEASURE": walks[0], "ROUND": walks[1], "LANES": 16, "TILE": 64}
         yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}

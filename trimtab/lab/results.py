@@ -44,7 +44,7 @@ class Place:
     size: str = ""
     arm: str = ""
     lr: float = math.nan
-    seed: int = 0
+    seed: int | None = None
 
 
 def read_result(place: Place) -> Result:
@@ -56,7 +56,7 @@ def read_result(place: Place) -> Result:
         size=place.size or "?",
         arm=place.arm,
         lr=place.lr,
-        seed=place.seed,
+        seed=place.seed or 0,
         status="missing",
         why="it was not run",
     )
@@ -66,7 +66,7 @@ def read_result(place: Place) -> Result:
     if facts is None or not isinstance(facts.get("config"), Mapping):
         why = "config.json cannot be read" if (place.folder / "config.json").exists() else "there is no config.json"
         return replace(empty, status="unreadable", why=why)
-    told = _told(empty, facts)
+    told = _told(empty, facts, place)
     try:
         run = read_run(place.folder, tensor_signals=_SIGNALS)
     except ValueError:
@@ -76,7 +76,7 @@ def read_result(place: Place) -> Result:
     return _ended(_seen(told, run), run)
 
 
-def _told(empty: Result, facts: Mapping[str, Any]) -> Result:
+def _told(empty: Result, facts: Mapping[str, Any], place: Place) -> Result:
     """What the run was told to do, from config.json."""
     config = as_mapping(facts.get("config"))
     model, optim = as_mapping(config.get("model")), as_mapping(config.get("optim"))
@@ -88,9 +88,9 @@ def _told(empty: Result, facts: Mapping[str, Any]) -> Result:
     return replace(
         empty,
         kind=str(config.get("kind", "")),
-        size=empty.size if empty.size != "?" else f"{depth}x{width}" if depth is not None else f"{params} parameters",
-        lr=empty.lr if math.isfinite(empty.lr) else lr,
-        seed=empty.seed or seed or 0,
+        size=place.size or (f"{depth}x{width}" if depth is not None else f"{params} parameters"),
+        lr=place.lr if math.isfinite(place.lr) else lr,
+        seed=place.seed if place.seed is not None else seed or 0,
         params=params,
         depth=depth,
         width=width,

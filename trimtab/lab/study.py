@@ -25,6 +25,7 @@ from trimtab.lab.interventions import apply, steadied
 from trimtab.lab.sizes import Size, ladder, scaled
 from trimtab.lab.subjects import open_subject, with_steps
 from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json
+from trimtab.train.plan import foretell
 
 # What a step of one block of some width over 1024 tokens takes two cores: a line through three measured sizes.
 BLOCK_MS, BLOCK_MS_PER_WIDTH, REFERENCE_TOKENS = 1.0, 3 / 32, 1024
@@ -92,6 +93,7 @@ class Study:
             config = scaled(self.base, size)
             for switch in arm.switches:
                 config = apply(config, switch, base_width=base_width)
+            foretell(config)  # the schedules fit into the run
         except ValueError as error:
             raise ConfigError(f"cell {start}: {error}") from None
         return config
@@ -142,21 +144,22 @@ class Study:
 
 
 def slug(name: str) -> str:
-    """A name as one part of a path: letters, digits and -_.=+ stay. What had to change carries a hash of the whole."""
-    plain = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", name).strip("-.")[:60]
-    if plain == name:
-        return plain
-    mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{plain}-{mark}" if plain else mark
+    """A name as one part of a path: a space becomes _. What has to change more carries a hash of the whole."""
+    plain = re.sub(r"[^A-Za-z0-9_.=+,-]+", "-", name.replace(" ", "_")).strip("-._")[:60]
+    return plain if plain == name.replace(" ", "_") else "-".join(filter(None, (plain, _mark(name))))
 
 
 def slugs(names: Iterable[str]) -> dict[str, str]:
-    """Different folders for different names, also on disks that take `A` for `a`."""
+    """Different folders for different names, also on disks that take `A` for `a`. Exact names keep theirs."""
     found: dict[str, str] = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: (slug(name) != name, name)):
         taken = {other.lower() for other in found.values()}
-        found[name] = slug(name) if slug(name).lower() not in taken else slug(name + "\0")
+        found[name] = slug(name) if slug(name).lower() not in taken else f"{slug(name)}-{_mark(name)}"
     return found
+
+
+def _mark(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 def number(x: float) -> str:

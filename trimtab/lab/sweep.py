@@ -119,11 +119,10 @@ class _Sweep:
         state, folder = self.states[cell.name], self.store.local / cell.folder
         config = cell.config if cell.config.threads is not None else replace(cell.config, threads=1)
         url = None if self.executor.shared or self.store.url is None else self.store.join(cell.folder)
-        log = self.log_of(cell) if self.executor.shared else None
+        log = str(self.log_of(cell).absolute()) if self.executor.shared else None
         state.start(folder if self.executor.shared or url is None else None)
-        folder = folder.absolute()
         self.executor.submit(
-            Job(name=cell.name, config=to_json(config), folder=str(folder), url=url, log=log and str(log.absolute()))
+            Job(name=cell.name, config=to_json(config), folder=str(folder.absolute()), url=url, log=log)
         )
 
     def log_of(self, cell: Cell) -> Path:

@@ -228,8 +228,8 @@ def _backtests(findings: Findings, study: str) -> list[str]:
     worst = factors[-1]
     return [
         f"Checked where it can be: predicted from the smaller sizes, the attention logits of the largest are off by "
-        f"a factor of {median(factor for factor, _, _ in factors):.1f} in the middle of {plural(len(factors), 'fit')} and "
-        f"of {worst[0]:.1f} at worst ({worst[1]}, learning rate {say_rate(worst[2])})."
+        f"a factor of {median(factor for factor, _, _ in factors):.1f} in the middle of {plural(len(factors), 'fit')} "
+        f"and of {worst[0]:.1f} at worst ({worst[1]}, learning rate {say_rate(worst[2])})."
     ]
 
 

@@ -12,7 +12,6 @@ Wortsman et al. 2023b, section 2 (Small-scale proxies); layer-scale from zero: W
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn.attention import Attention, Rotation, rotation_for
@@ -20,6 +19,7 @@ from trimtab.nn.config import QKNorm, TransformerConfig
 from trimtab.nn.init import init_linear
 from trimtab.nn.linear import build_linear
 from trimtab.nn.tap import tap
+from trimtab.ops.gelu import gelu
 
 __all__ = ["MLP", "Block", "QKNorm", "Transformer", "TransformerConfig"]
 
@@ -34,7 +34,7 @@ class MLP(nn.Module):
         init_linear(self.down)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        out: Tensor = self.down(gelu(self.up(x_BTD)))
         return out
 
 

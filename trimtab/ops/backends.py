@@ -52,6 +52,8 @@ OPS: dict[str, tuple[Backend, ...]] = {
     "int8_matmul": ("reference", "native", "triton"),
     "round_float8": ("reference",),
     "fingerprint": ("reference", "native"),
+    "gelu": ("reference", "native", "triton"),
+    "gelu_backward": ("reference", "native", "triton"),
 }
 
 

@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from trimtab.ops import backends, blockwise, fingerprint, float8, int8, step, step_rules
+from trimtab.ops import backends, blockwise, fingerprint, float8, gelu, int8, step, step_rules
 from trimtab.ops.codebook import load_codebook
 
 # The instructions the kernels have a use for.
@@ -170,6 +170,14 @@ def _fingerprint(device: str) -> bool:
     return fingerprint.fingerprint(x) == fingerprint.fingerprint_reference(x)
 
 
+def _gelu(device: str, *, backward: bool) -> bool:
+    x, grad = 8 * _values(device), _values(device)
+    if backward:
+        expected = gelu.backward_reference(grad.double(), x.double()).float()
+        return torch.allclose(torch.ops.trimtab.gelu_backward(grad, x), expected, rtol=1e-5, atol=1e-6)
+    return torch.allclose(gelu.gelu(x), gelu.gelu_reference(x.double()).float(), rtol=1e-5)
+
+
 CHECKS: dict[str, Callable[[str], bool]] = {
     "quantize_blockwise": _quantize,
     "dequantize_blockwise": _dequantize,
@@ -181,4 +189,6 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "int8_matmul": _int8_matmul,
     "round_float8": _round_float8,
     "fingerprint": _fingerprint,
+    "gelu": partial(_gelu, backward=False),
+    "gelu_backward": partial(_gelu, backward=True),
 }

@@ -1,5 +1,6 @@
 // The kernels of one instruction set, in one object: compiled once per level, with that level's flags.
 #include "blockwise.cpp"
+#include "gelu.cpp"
 #include "int8.cpp"
 #include "step.cpp"
 
@@ -9,7 +10,7 @@ namespace trimtab::TRIMTAB_LEVEL {
 #define NAME(x) NAME_OF(x)
 
 extern const Kernels kernels = {
-    NAME(TRIMTAB_LEVEL), quantize, dequantize, step, gradient_norms, traffic, quantize_int8, rescale,
+    NAME(TRIMTAB_LEVEL), quantize, dequantize, step, gradient_norms, traffic, quantize_int8, rescale, gelu,
 #ifdef __AVX2__
     matmul,
 #else

@@ -204,6 +204,11 @@ void matmul(Address a, bool a_transposed, Address b, bool b_transposed, int64_t 
   active->matmul({(const int8_t*)a, (const int8_t*)b, rows, inner, columns, a_transposed, b_transposed, r});
 }
 
+void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int threads) {
+  nb::gil_scoped_release release;
+  active->gelu({(const void*)x, (const void*)grad, (void*)out, (Dtype)dtype, count, threads});
+}
+
 }  // namespace
 }  // namespace trimtab
 
@@ -228,6 +233,7 @@ NB_MODULE(_native, m) {
   m.def("quantize_int8", &quantize_int8);
   m.def("rescale", &rescale);
   m.def("matmul", &matmul);
+  m.def("gelu", &gelu);
   m.def("fingerprint", [](Address data, int64_t bytes, int threads) {
     nb::gil_scoped_release release;
     return fingerprint((const uint8_t*)data, bytes, threads);

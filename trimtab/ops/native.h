@@ -1,6 +1,6 @@
 // What the kernels share: argument types, the table of kernels that one instruction set offers, and threads.
 //
-// blockwise.cpp, step.cpp and int8.cpp are compiled once per instruction set, each time into its own namespace
+// blockwise.cpp, gelu.cpp, int8.cpp and step.cpp are compiled once per instruction set, each time into its own namespace
 // TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the whole
 // library, and it might be the one with instructions this CPU does not have.
 #pragma once
@@ -100,6 +100,14 @@ struct Matmul {
   Rescale rescale;  // its total is not used: the sums never leave the registers
 };
 
+struct Gelu {
+  const void *x, *grad;  // forward where grad is null, else backward
+  void* out;
+  Dtype dtype;  // of all three
+  int64_t count;
+  int threads;
+};
+
 struct Kernels {
   const char* level;
   void (*quantize)(const Quantize&);
@@ -109,6 +117,7 @@ struct Kernels {
   void (*traffic)(const Step&);         // the loads and stores of a step and no arithmetic: the speed limit
   void (*quantize_int8)(const QuantizeInt8&);
   void (*rescale)(const Rescale&);
+  void (*gelu)(const Gelu&);
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 

@@ -7,7 +7,7 @@ from trimtab.lab.questions.asking import STEADIED, Check, M, Seen, ask, judge
 from trimtab.lab.study import Study
 
 NAME = "warmup"
-ARMS = {"1%": ("warmup=0.01",), "5%": ("warmup=0.05",), "25%": ("warmup=0.25",)}
+ARMS = {f"warm-up {share:g}": (f"warmup={share:g}",) for share in (0.01, 0.05, 0.25)}
 
 
 def study() -> Study:
