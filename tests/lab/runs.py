@@ -63,9 +63,9 @@ def grid(
 
 
 def planted(cell: Cell) -> Numbers:
-    """The law, with a little difference between seeds."""
+    """The law; seeds lie a little above it and below it by turns."""
     params = params_of(cell.config)
-    wiggle = 1 + 0.04 * math.sin(7 * cell.seed + 1000 * cell.lr)
+    wiggle = math.exp((-1) ** cell.seed * 0.05 * (1 + math.sin(params + 1000 * cell.lr)))
     steadied = cell.arm != "plain"
     logit = 5.0 * wiggle if steadied else logit_at(params, cell.lr) * wiggle
     reachable = 2.4 - 0.15 * math.log10(params / 6144) + 0.3 * max(math.log10(0.01 / cell.lr), 0.0)
