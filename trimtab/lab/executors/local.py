@@ -17,7 +17,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -64,8 +63,7 @@ class LocalExecutor:
     def submit(self, job: Job) -> None:
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_main, args=(json.dumps(asdict(job)), theirs), name=f"cell {job.name}")
-        with _environment(_ONE_THREAD):  # the server and its workers inherit it, at the first start
-            process.start()
+        process.start()
         theirs.close()
         self.running[job.name] = _Running(job, process, ours)
 
@@ -114,6 +112,7 @@ def _main(text: str, answer: Connection) -> None:
     with contextlib.suppress(OSError):
         os.setsid()  # Ctrl-C in the terminal is for the sweep, which then asks each worker once
     threading.Thread(target=_die_with_parent, name="trimtab-parent", daemon=True).start()
+    os.environ.update(_ONE_THREAD)  # for what it starts; torch has been told by the config
     job = Job(**json.loads(text))
     if job.log is not None:
         _redirect(Path(job.log))
@@ -141,20 +140,6 @@ def _redirect(log: Path) -> None:
     os.ftruncate(descriptor, 0)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # --- What is said of a worker that is gone
