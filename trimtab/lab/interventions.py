@@ -10,16 +10,16 @@ Switches are applied in the order given; shares of the run (warm-up) are shares 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from trimtab.lab.subjects import did_you_mean, with_steps, with_values
 from trimtab.train.config import (
     ConfigError,
+    GPTConfig,
     GPTRun,
     ModuleRun,
     OptimConfig,
     RunConfig,
-    get_type_hints,
     kind_of,
 )
 
@@ -36,18 +36,19 @@ class Asked:
     value: str  # empty if none was given
     base_width: int | None
 
-    def number(self, default: float | None = None, *, above: float = -math.inf, below: float = math.inf) -> float:
-        """The value as a number, inside its bounds."""
+    def number(self, default: float | None = None, *, above: float | None = None, below: float = math.inf) -> float:
+        """The value as a number above one bound and below another; without the first, at least 0."""
         if not self.value and default is not None:
             return default
         try:
             x = float(self.value)
         except ValueError:
             x = math.nan
-        if not above < x < below:
-            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
-            wanted = " and ".join(["a number", *bounds])
-            raise ConfigError(f"{self.name}={self.value!r} is not {wanted}; try {self.name}={default or 0.5:g}")
+        if not (x >= 0 if above is None else x > above) or not x < below:
+            least = "from 0" if above is None else f"above {above:g}"
+            most = f" and below {below:g}" if below < math.inf else ""
+            example = default if default else min(below, 1) / 2
+            raise ConfigError(f"{self.name}={self.value!r} is not a number {least}{most}; try {self.name}={example:g}")
         return x
 
     def choice(self, default: str, choices: tuple[str, ...]) -> str:
@@ -166,9 +167,7 @@ def _mup(asked: Asked) -> RunConfig:
 
 @_switch("linear", "=KIND: how linear layers multiply: switchback, llm-int8, fp8-tensorwise, ...")
 def _linear(asked: Asked) -> RunConfig:
-    model: Any = asked.config.model  # type: ignore[attr-defined]
-    kinds = get_args(get_type_hints(type(model)).get("linear", None)) or ("float",)
-    return asked.model(linear=asked.choice("switchback", kinds))
+    return asked.model(linear=asked.choice("switchback", get_args(get_type_hints(GPTConfig)["linear"])))
 
 
 def _linear_kind(kind: str, text: str) -> None:
@@ -193,22 +192,22 @@ _linear_kind("fp8-tensorwise", "float8 linears with one scale per tensor: what d
 def _independent_decay(asked: Asked) -> RunConfig:
     optim = asked.config.optim
     same = optim.weight_decay * (1 if optim.independent_decay else SAME_DECAY_AT)
-    return asked.optim(independent_decay=True, weight_decay=asked.number(same, above=-1e-300))
+    return asked.optim(independent_decay=True, weight_decay=asked.number(same))
 
 
 @_switch("coupled-decay", "decay by weight_decay * lr, as PyTorch does: =x, or the same as before at a peak of 1e-3")
 def _coupled_decay(asked: Asked) -> RunConfig:
     optim = asked.config.optim
     same = optim.weight_decay / (SAME_DECAY_AT if optim.independent_decay else 1)
-    return asked.optim(independent_decay=False, weight_decay=asked.number(same, above=-1e-300))
+    return asked.optim(independent_decay=False, weight_decay=asked.number(same))
 
 
 @_switch("weight-decay", "=x, or =3x for three times what it is")
 def _weight_decay(asked: Asked) -> RunConfig:
     if asked.value.endswith("x"):
-        times = replace(asked, value=asked.value[:-1]).number(above=-1e-300)
+        times = replace(asked, value=asked.value[:-1]).number()
         return asked.optim(weight_decay=times * asked.config.optim.weight_decay)
-    return asked.optim(weight_decay=asked.number(above=-1e-300))
+    return asked.optim(weight_decay=asked.number())
 
 
 @_switch("eps", "=x: what Adam adds to the root of the second moment")
@@ -253,7 +252,7 @@ def _no_clip(asked: Asked) -> RunConfig:
 
 @_switch("warmup", "=0.25: share of the steps in which the learning rate rises")
 def _warmup(asked: Asked) -> RunConfig:
-    share = asked.number(0.25, above=-1e-300, below=1)
+    share = asked.number(0.25, below=1)
     steps = round(share * asked.config.steps)
     return asked.schedule(lr=replace(asked.config.schedule.lr, warmup=steps, warmup_unit="steps"))
 

@@ -74,9 +74,9 @@ def scaled(base: RunConfig, size: Size) -> RunConfig:
     """The same run with a model of another size. A CLIP's text tower and features keep their share of its width."""
     if isinstance(base, ModuleRun):
         options = size.options or {"depth": size.depth, "width": size.width}
-        model = replace(base.model, options={**base.model.options, **options})
-        check_options(model)
-        return replace(base, model=model)
+        own = replace(base.model, options={**base.model.options, **options})
+        check_options(own)
+        return replace(base, model=own)
     if size.options:
         raise ConfigError(f"size {size.name!r} has options {dict(size.options)}, which only module:function takes")
     if isinstance(base, GPTRun):
