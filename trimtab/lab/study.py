@@ -199,9 +199,10 @@ def _at(config: RunConfig, lr: float, seed: int) -> RunConfig:
 def _seconds(config: GPTRun) -> float:
     model, tokens = config.model, config.batch * config.model.context
     step_ms = model.depth * (BLOCK_MS + BLOCK_MS_PER_WIDTH * model.width) * tokens / REFERENCE_TOKENS
+    whole = min(config.steps, (config.tokens or math.inf) / tokens)  # steps, if all were of full size
     forward = 1 / 3  # of a step
     looks = (config.steps // config.eval_every + 1) * config.eval_batches * forward
-    return (config.steps + looks) * step_ms / 1000
+    return (whole + looks) * step_ms / 1000
 
 
 # --- The studies of `trimtab lab`

@@ -57,7 +57,7 @@ def _logits(seen: Seen, lr: float) -> list[Check]:
     off, on = seen.runs("plain", M, lr), seen.runs("qk-norm", M, lr)
     grown = mean([growth(run.logits) or float("nan") for run in off])
     tops = {name: mean([top(run.logits) for run in runs]) for name, runs in (("plain", off), ("qk-norm", on))}
-    leads = [lead for run in off if (lead := _lead(run.logits, run.losses)) is not None]
+    leads = [lead for run in off if (lead := lead(run.logits, run.losses)) is not None]
     at = f"at {M} and a learning rate of {lr:g}"
     return [
         judge(f"{at} the largest attention logit grows ten times without qk-norm", {"times": grown}, lambda x: x >= 10),
@@ -70,7 +70,7 @@ def top(points: Points) -> float:
     return max((value for _, value in points), default=float("nan"))
 
 
-def _lead(logits: Points, losses: Points) -> float | None:
+def lead(logits: Points, losses: Points) -> float | None:
     """Steps from when the logits are ten times the first to when the loss is 5% above its lowest, if both happen."""
     values = [(step, value) for step, value in logits if value > 0]
     grown = next((step for step, value in values if value >= 10 * values[0][1]), None)

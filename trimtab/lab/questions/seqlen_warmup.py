@@ -13,7 +13,7 @@ HIGH = (0.03, 0.1, 0.3)
 
 
 def study() -> Study:
-    """About 9 minutes on two cores."""
+    """About 8 minutes on two cores."""
     return ask(NAME, "Does sequence length warmup steady a run?", arms=ARMS)
 
 

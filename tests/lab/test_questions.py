@@ -1,0 +1,249 @@
+"""Questions: every study can be run, and every rule passes in the world of the papers and in no other."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trimtab.lab import fits, forecasts, measure
+from trimtab.lab.findings import Findings, Result
+from trimtab.lab.questions import QUESTIONS, find_question, list_questions
+from trimtab.lab.questions.qk_norm import lead
+from trimtab.lab.study import Cell, Study
+from trimtab.nn import ConfigError
+
+FIRST = 6.0
+OPTIMUM = 1e-2
+EVERY = range(10, 501, 10)
+
+
+def bowl(cell: Cell, *, depth: float = 2.0, steep: float = 0.1, optimum: float = OPTIMUM) -> float:
+    """A loss that rises on both sides of the best learning rate."""
+    return depth + steep * math.log10(cell.lr / optimum) ** 2 + 1e-3 * cell.seed
+
+
+def params(cell: Cell) -> int:
+    return 12 * cell.config.model.depth * cell.config.model.width**2
+
+
+def grows(to: float) -> tuple[tuple[int, float], ...]:
+    return tuple((step, 5 * to ** (step / 500)) for step in EVERY)
+
+
+def qk_norm(cell: Cell) -> dict:
+    """The paper's: high rates fail without it, at lower ones the larger the model is."""
+    limit = {"2x16": 0.2, "2x32": 0.2, "3x64": 0.05}[cell.size]
+    broken = cell.arm == "plain" and cell.lr > limit
+    losses = tuple((step, 2 + 2 / step + (step > 300) * broken * step / 500) for step in EVERY)
+    return {
+        "loss": 3.5 if broken else bowl(cell, steep=0.02),
+        "logits": grows(1e4 if cell.arm == "plain" and cell.lr > 0.05 else 2),
+        "losses": losses,
+    }
+
+
+def by_arm(**steepness: float):
+    """Arms that differ by how steep they are; names have _ for spaces and hyphens."""
+    keys = {key.strip("_"): value for key, value in steepness.items()}
+
+    def world(cell: Cell) -> dict:
+        name = "".join(letter if letter.isalnum() else "_" for letter in cell.arm)
+        return {"loss": bowl(cell, steep=keys.get(name, 0.1))}
+
+    return world
+
+
+def z_loss(cell: Cell) -> dict:
+    end = 0.1 if "z-loss" in cell.arm else 20.0
+    broken = 0.5 * ("z-loss" not in cell.arm and "16" in cell.arm)
+    return {"loss": 2.0 + broken, "logz": tuple((step, 6 + (end - 6) * step / 500) for step in EVERY)}
+
+
+def decay(cell: Cell) -> dict:
+    steep = 0.2 if cell.arm == "coupled" else 0.1
+    optimum = {"a tenth": 3e-3, "ten times": 3e-2}.get(cell.arm, OPTIMUM)
+    return {"loss": bowl(cell, steep=steep, optimum=optimum)}
+
+
+def width_depth(cell: Cell) -> dict:
+    model = cell.config.model
+    return {"loss": bowl(cell, steep=0.05 * math.log2(model.width) + 0.1 * model.depth)}
+
+
+def mup(cell: Cell) -> dict:
+    shift = 1.0 if "muParam" in cell.arm else 16 / cell.config.model.width
+    return {"loss": bowl(cell, optimum=3e-2 * shift, steep=0.12 if "muParam" in cell.arm else 0.1)}
+
+
+def attention(cell: Cell) -> dict:
+    return {"loss": bowl(cell), "logits": grows(1e3 if cell.lr > 0.05 else 1.5)}
+
+
+def prediction(cell: Cell) -> dict:
+    logit = 10 * cell.lr * params(cell) ** 0.7
+    return {"loss": 4.0 if logit > 3000 else bowl(cell), "logit_max": logit, "logits": grows(logit)}
+
+
+def kappa(cell: Cell) -> dict:
+    if cell.size == "0x32":
+        return {"loss": 2.6 + abs(math.log10(cell.lr / OPTIMUM))}
+    harm = 0.25 * max(math.log10(float(cell.arm.split()[1])) - 1, 0)
+    return {"loss": bowl(cell, depth=2 + harm)}
+
+
+def eps(cell: Cell) -> dict:
+    value = float(cell.arm.split()[1])
+    r = 1e-2 * params(cell) ** -0.2 * cell.lr**-0.1
+    return {"loss": bowl(cell, depth=2 + value * 10), "grad_rms": r, "update_rms": r / (r + value), "eps": value}
+
+
+def switchback(cell: Cell) -> dict:
+    return {"loss": bowl(cell, depth={"llm-int8": 2.1, "fp8-tensorwise": 2.5}.get(cell.arm, 2.0))}
+
+
+def beta2(cell: Cell) -> dict:
+    count = {"beta2 0.95": 0, "beta2 0.99": 1, "beta2 0.999": 3}.get(cell.arm, 1)
+    return {"loss": bowl(cell), "spikes": tuple((100 * i, 3.0) for i in range(count))}
+
+
+def seqlen_warmup(cell: Cell) -> dict:
+    steep = {"sequence length": 0.05, "batch": 0.1}.get(cell.arm, 0.2)
+    return {"loss": bowl(cell, steep=steep), "loss_ratio": 1 + steep}
+
+
+PAPERS = {
+    "qk-norm": qk_norm,
+    "z-loss": z_loss,
+    "warmup": by_arm(warm_up_0_01=0.3, warm_up_0_05=0.2, warm_up_0_25=0.1),
+    "decay": decay,
+    "width-depth": width_depth,
+    "mup": mup,
+    "steps": by_arm(),
+    "qk-norm-kind": lambda cell: {"loss": bowl(cell, depth=2.2 if cell.arm == "whole" else 2)},
+    "batch": by_arm(),
+    "attention": attention,
+    "prediction": prediction,
+    "kappa": kappa,
+    "eps": eps,
+    "eight-bits": by_arm(),
+    "switchback": switchback,
+    "beta2": beta2,
+    "seqlen-warmup": seqlen_warmup,
+}
+# Worlds in which the claim is wrong.
+OTHERS = {
+    "steps": by_arm(**{"500_steps": 0.1, "2000_steps": 0.2}),
+    "batch": by_arm(batch_16=0.1, batch_64=0.2),
+    "eight-bits": by_arm(**{"8_bits": 0.3}),
+    "attention": lambda cell: {"loss": bowl(cell), "logits": grows(2)},
+    "prediction": lambda cell: {"loss": bowl(cell), "logit_max": 10.0 if cell.size != "4x128" else 1e4},
+    "seqlen-warmup": by_arm(sequence_length=0.3),
+    "width-depth": lambda cell: {"loss": bowl(cell, steep=0.1 * math.log2(cell.config.model.width))},
+}
+
+
+def findings_of(study: Study, world) -> Findings:
+    results = []
+    for cell in study.cells():
+        told = {"params": params(cell), "depth": cell.config.model.depth, "width": cell.config.model.width}
+        names = {"name": cell.name, "study": study.name, "size": cell.size, "arm": cell.arm, "lr": cell.lr}
+        made = Result(folder=Path(cell.folder), **names, seed=cell.seed, status="done", first=FIRST, kind="gpt", **told)
+        results.append(replace(made, **world(cell)))
+    curves = measure.curves_of(results)
+    return Findings(
+        studies=(),
+        results=tuple(results),
+        curves=tuple(curves),
+        slopes=tuple(measure.slopes_of(curves)),
+        fits=tuple(fits.fits_of(results)),
+        critical=forecasts.critical_of(results, curves),
+    )
+
+
+def reversed_arms(study: Study, world):
+    """The same numbers, for the arms in the opposite order."""
+    names = [arm.name for arm in study.arms]
+    other = dict(zip(names, reversed(names), strict=True))
+    return lambda cell: world(replace(cell, arm=other[cell.arm]))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_every_study_can_be_run_and_takes_minutes(name):
+    study = QUESTIONS[name].study()
+    cells = study.cells()
+    assert study.name == name
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert len(study.seeds) >= 2
+    assert study.minutes is not None
+    assert 1 < study.minutes < 40
+    assert Study.from_json(study.to_json()) == study
+    promised = QUESTIONS[name].study.__doc__
+    minutes = float(promised.split("About ")[1].split()[0])
+    assert abs(minutes - study.minutes) <= 1, f"the docstring says {minutes}, the estimate {study.minutes:.1f}"
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_claims_pass_where_they_are_true(name):
+    question = QUESTIONS[name]
+    checks = question.answer(findings_of(question.study(), PAPERS[name]))
+    assert checks
+    wrong = [check for check in checks if check.passed is not True]
+    assert not wrong, wrong
+    assert all(check.evidence for check in checks)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_some_claim_fails_where_they_are_not(name):
+    question = QUESTIONS[name]
+    study = question.study()
+    world = OTHERS.get(name) or reversed_arms(study, PAPERS[name])
+    assert False in [check.passed for check in question.answer(findings_of(study, world))]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_without_runs_nothing_is_claimed(name):
+    question = QUESTIONS[name]
+    study = question.study()
+    empty = findings_of(study, PAPERS[name])
+    nothing = Findings(studies=(), results=(), critical=empty.critical)
+    assert {check.passed for check in question.answer(nothing)} == {None}
+    # Runs of another study are not evidence for this one.
+    others = findings_of(replace(study, name="another"), PAPERS[name])
+    assert {check.passed for check in question.answer(others)} == {None}
+
+
+def test_an_unfinished_study_claims_nothing_about_what_is_missing():
+    question = QUESTIONS["warmup"]
+    whole = findings_of(question.study(), PAPERS["warmup"])
+    results = [replace(r, status="missing") if (r.lr, r.arm) == (0.3, "warm-up 0.05") else r for r in whole.results]
+    part = replace(whole, results=tuple(results), curves=tuple(measure.curves_of(results)))
+    assert [check.passed for check in question.answer(part)] == [None, None]
+    assert "warm-up 0.05" in question.answer(part)[0].evidence
+
+
+def test_a_broken_run_counts_as_no_training():
+    question = QUESTIONS["z-loss"]
+
+    def world(cell: Cell) -> dict:
+        broken = {"status": "stopped", "loss": math.inf} if cell.arm == "free, 16 bits" else {}
+        return z_loss(cell) | broken
+
+    assert question.answer(findings_of(question.study(), world))[2].passed is True
+
+
+def test_logitslead_only_if_they_grow_before_the_loss_rises():
+    losses = tuple((step, 2.0 + (step > 300)) for step in EVERY)
+    assert lead(grows(1e4), losses) > 0
+    assert lead(tuple((step, 5.0 if step < 450 else 500.0) for step in EVERY), losses) < 0
+    assert lead(grows(2), losses) is None
+    assert lead(grows(1e4), tuple((step, 2.0) for step in EVERY)) is None
+
+
+def test_questions_are_found_by_name():
+    assert find_question("qk_norm") is QUESTIONS["qk-norm"]
+    with pytest.raises(ConfigError, match="Did you mean 'warmup'"):
+        find_question("warmpu")
+    rows = list_questions()
+    assert [row[0] for row in rows] == list(QUESTIONS)
+    assert all(isinstance(question, str) and minutes > 0 for _, question, minutes in rows)
