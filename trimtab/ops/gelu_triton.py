@@ -1,0 +1,62 @@
+"""GELU on the GPU: the Triton twin of gelu.py, value by value.
+
+The exponent is worked out in float64, since in float32 its last place would be felt in the result; everything after
+it in float32, with a polynomial for 2^-f in place of the hardware's rough power of two.
+"""
+# mypy: disable-error-code="no-untyped-def"
+# (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trimtab.ops.blockwise_triton import launch, narrow
+
+TILE = 1024  # values per program
+SLOPE, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260025)  # of gelu.py
+LOG2E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(14.0)  # beyond it s is 0 or 1 in float32
+
+
+def run(x: Tensor, grad: Tensor | None) -> Tensor:
+    out = torch.empty_like(x)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), TILE),)
+        launch(_gelu_kernel, grid, x, x if grad is None else grad, out, x.numel(), BACKWARD=grad is not None, TILE=TILE)
+    return out
+
+
+@triton.jit
+def _gelu_kernel(x_ptr, grad_ptr, out_ptr, count, BACKWARD: tl.constexpr, TILE: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = offsets < count
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # Comparisons are false for NaN, which passes. -Inf * 0 would be NaN.
+    above = tl.where(x < -FAR, -FAR, x)
+    x = tl.where(above > FAR, FAR, above)
+    wide = x.to(tl.float64)
+    t = tl.abs(wide * (wide * wide * (CUBIC * LOG2E) + SLOPE * LOG2E))
+    n = tl.floor(t + 0.5)
+    f = (t - n).to(tl.float32)
+    p = tl.full(f.shape, 1.5345812e-4, tl.float32)
+    p = p * f - 1.3399931e-3
+    p = p * f + 9.6184890e-3
+    p = p * f - 5.5503288e-2
+    p = p * f + 2.4022647e-1
+    p = p * f - 6.9314721e-1
+    p = p * f + 1.0
+    # 2^-n by its exponent; s leaves the normal numbers at n = 126. A NaN has no n, but its p is NaN.
+    whole = tl.where(n < 126.0, n, 126.0).to(tl.int32)
+    scale = ((127 - whole) << 23).to(tl.float32, bitcast=True)
+    e = tl.where(n < 126.0, p * scale, p * 0.0)
+    near = tl.div_rn(tl.full(e.shape, 1.0, tl.float32), 1.0 + e)
+    far = e * near
+    s = tl.where(x > 0, near, far)
+    if BACKWARD:
+        bend = x * x * (3 * CUBIC) + SLOPE
+        grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        y = grad * (s * (1.0 + x * bend * tl.where(x > 0, far, near)))
+    else:
+        y = above * s
+    tl.store(out_ptr + offsets, narrow(y, out_ptr.dtype.element_ty), mask=mask)
