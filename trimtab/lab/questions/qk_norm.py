@@ -57,7 +57,7 @@ def _logits(seen: Seen, lr: float) -> list[Check]:
     off, on = seen.runs("plain", M, lr), seen.runs("qk-norm", M, lr)
     grown = mean([growth(run.logits) or float("nan") for run in off])
     tops = {name: mean([top(run.logits) for run in runs]) for name, runs in (("plain", off), ("qk-norm", on))}
-    leads = [lead for run in off if (lead := lead(run.logits, run.losses)) is not None]
+    leads = [steps for run in off if (steps := lead(run.logits, run.losses)) is not None]
     at = f"at {M} and a learning rate of {lr:g}"
     return [
         judge(f"{at} the largest attention logit grows ten times without qk-norm", {"times": grown}, lambda x: x >= 10),
