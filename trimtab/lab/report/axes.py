@@ -14,7 +14,9 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, s
 Range = tuple[float, float]
 
 
-def figure(traces: list[dict[str, Any]], *, x: dict[str, Any], y: dict[str, Any], unit: str, **layout: Any) -> Figure:
+def figure(
+    traces: list[dict[str, Any]], *, x: dict[str, Any], y: dict[str, Any], unit: str, right: int = 12, **layout: Any
+) -> Figure:
     """A chart whose vertical axis is named above it, where it is read first and costs no width."""
     place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
     named = {"text": unit, **place, "pad": {"t": 6}, "font": {"color": "--muted", "size": 12.5}}
@@ -22,7 +24,7 @@ def figure(traces: list[dict[str, Any]], *, x: dict[str, Any], y: dict[str, Any]
         "data": traces,
         "layout": {
             "autosize": True,
-            "margin": {"l": 40, "r": 12, "t": 34, "b": 54},
+            "margin": {"l": 40, "r": right, "t": 34, "b": 54},
             "font": {"family": FONT, "size": 12.5, "color": "--muted"},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",

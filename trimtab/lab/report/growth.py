@@ -7,7 +7,8 @@ measured; in it, everything is a forecast. Squares are the back-test: the larges
 import math
 from typing import Any
 
-from trimtab.lab.findings import Critical, Fit, Forecast, Result, Signal
+from trimtab.lab.findings import Fit, Forecast, Result, Signal
+from trimtab.lab.forecasts import NEAR
 from trimtab.lab.report.axes import Range, figure, note, params_axis, share, value_axis, wider
 from trimtab.lab.report.view import Figure, Panel, View, run_words
 from trimtab.lab.report.words import between, count, number
@@ -30,16 +31,32 @@ def growth(view: View, panel: Panel, signal: Signal) -> Figure | None:
     traces = [trace for fit in fits for trace in _line(view, fit, across, up, banded=fit.lr in unsure)]
     traces += [_points(view, runs, lr, signal) for lr in sorted({run.lr for run in runs})]
     traces += [_backtest(view, fit) for fit in fits if fit.backtest is not None]
-    marks = [
-        _forecast(view, x, limits[0]) for x in ahead if x.fails_at is not None and not x.seen and _drawn(x, across)
-    ]
+    level = limits[0] if signal == "logit_max" else NEAR * limits[0]
+    marks = [_forecast(view, x, level) for x in ahead if x.fails_at is not None and not x.seen and _drawn(x, across)]
     shapes, words = _shaded(largest, across)
-    for limit in (x for x in limits if _positive(x)):
-        more, said = _critical(view.findings.critical, up) if signal == "logit_max" else _eps(limit, up)
+    for limit in filter(_positive, limits):
+        zone, name = _zone(view, signal, limit)
+        more, said = _limit(limit, zone, up, name)
         shapes, words = shapes + more, words + said
     sizes = [float(run.params or 0) for run in runs]
     x, y = params_axis(across, sizes), value_axis(up)
-    return figure(traces + marks, x=x, y=y, unit=NAMES[signal], shapes=shapes, annotations=words)
+    return figure(traces + marks, x=x, y=y, unit=NAMES[signal], right=44, shapes=shapes, annotations=words)
+
+
+def limit_words(view: View, signal: Signal) -> str:
+    """What the red line is."""
+    critical = view.findings.critical
+    if signal == "grad_rms":
+        return f"Adam's ε; within {number(NEAR)} times of it updates shrink"
+    spread = between(critical.low, critical.high, lambda x: number(x, 2))
+    return f"runs fail above {number(critical.value, 2)}" + (f" ({spread})" if critical.low < critical.high else "")
+
+
+def _zone(view: View, signal: Signal, limit: float) -> tuple[Range, str]:
+    critical = view.findings.critical
+    if signal == "logit_max":
+        return (critical.low, critical.high), number(limit, 2)
+    return (0.0, NEAR * limit), "ε"
 
 
 def growth_words(view: View, panel: Panel, signal: Signal) -> str:
@@ -153,32 +170,18 @@ def _forecast(view: View, x: Forecast, limit: float) -> dict[str, Any]:
 def _shaded(largest: float, across: Range) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     edge = largest * 1.25
     box = {"type": "rect", "yref": "paper", "x0": edge, "x1": across[1], "y0": 0, "y1": 1, "layer": "below"}
-    words = note("forecast", share(edge, across), 0.995, yanchor="top", xshift=5)
+    words = note("forecast", share(edge, across), 1.0, font={"size": 11.5, "color": "--muted"})
     return [{**box, "fillcolor": "--shade", "line": {"width": 0}}], [words]
 
 
-def _critical(critical: Critical, up: Range) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    low, high = max(critical.low, up[0]), min(critical.high, up[1])
-    wide = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high, "layer": "below"}
-    band = {**wide, "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}}
-    words = f"runs fail above {number(critical.value, 2)}"
-    return [band, _limit(critical.value)], [_limit_words(words, critical.value, up)]
-
-
-def _eps(eps: float, up: Range) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Below ten times ε updates begin to shrink."""
-    zone = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": up[0], "y1": 10 * eps, "layer": "below"}
-    band = {**zone, "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}}
-    return [band, _limit(eps)], [_limit_words(f"ε = {number(eps)}; updates shrink below 10 ε", eps, up)]
-
-
-def _limit(y: float) -> dict[str, Any]:
-    line = {"color": "--fail", "width": 1.5}
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line, "layer": "between"}
-
-
-def _limit_words(text: str, y: float, up: Range) -> dict[str, Any]:
-    return note(text, 0.01, min(max(share(y, up), 0), 0.94), yshift=1, font={"size": 12, "color": "--fail"})
+def _limit(y: float, zone: Range, up: Range, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A red line with its name at its right end, and the zone around it that is not safe."""
+    low, high = max(zone[0], up[0]), min(zone[1], up[1])
+    box = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high, "layer": "below"}
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "layer": "between"}
+    words = note(name, 1.0, share(y, up), xshift=4, yanchor="middle", font={"size": 12, "color": "--fail"})
+    shapes = [{**box, "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}}]
+    return [*shapes, {**line, "line": {"color": "--fail", "width": 1.5}}], [words]
 
 
 def _drawn(x: Forecast, across: Range) -> bool:

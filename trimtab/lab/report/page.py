@@ -15,10 +15,11 @@ from trimtab.lab.findings import Findings, Signal
 from trimtab.lab.report import charts, files, growth, tables, training
 from trimtab.lab.report.texts import ABOVE_BEST, NO_PANEL, SECTIONS
 from trimtab.lab.report.view import Figure, Panel, View
-from trimtab.lab.report.words import count, duration, html, script
+from trimtab.lab.report.words import count, duration, html, number, script
 from trimtab.lab.words import join, plural
 
 HERE = Path(__file__).parent
+LONG = 110  # letters; a longer headline is set smaller
 
 
 def write_report(findings: Findings, out: Path, *, commands: Sequence[str] = ()) -> Path:
@@ -78,12 +79,13 @@ def _header(findings: Findings) -> str:
         f'<p class="kicker"><b>{html(source.name)}</b> {html(source.question)}</p>' for source in findings.studies
     )
     headline, *rest = findings.verdict or ("Nothing can be said yet",)
+    size = ' class="long"' if len(headline) > LONG else ""
     said = "".join(f"<li>{html(sentence)}</li>" for sentence in rest)
     notes = "".join(f"<li>{html(note)}</li>" for note in findings.notes)
     missing = f'<aside class="notes"><h2>What is missing</h2><ul>{notes}</ul></aside>' if notes else ""
     links = "".join(f'<li><a href="#{key}">{html(words.menu)}</a></li>' for key, words in SECTIONS.items())
     return (
-        f"<header>{asked}<h1>{html(headline)}</h1>{f'<ul class=verdict>{said}</ul>' if said else ''}{missing}"
+        f"<header>{asked}<h1{size}>{html(headline)}</h1>{f'<ul class=verdict>{said}</ul>' if said else ''}{missing}"
         f'<nav aria-label="On this page"><ul>{links}</ul></nav></header>'
     )
 
@@ -116,11 +118,15 @@ def _growth(view: View, figures: dict[str, Figure], section: str, signal: Signal
         ("●", "a run"),
         ("✕", "a run that fails"),
         ("━", "fit"),
+        ("━", growth.limit_words(view, signal), "fail"),
         ("╌", "beyond the models that were trained"),
         ("◆", "forecast to fail"),
         ("□", "back-test: the largest size as the smaller ones foretold it"),
     )
-    why = f'<p class="lead">{html(view.findings.critical.why)}</p>' if signal == "logit_max" else ""
+    critical = view.findings.critical
+    level = f"Runs fail above a logit of about {number(critical.value, 2)}" if critical.measured else "Critical logit"
+    known = f"{level}: {critical.why}."
+    why = f'<p class="lead">{html(known)}</p>' if signal == "logit_max" else ""
     listed = tables.forecasts(view, signal) + tables.backtests(view, signal)
     return _section(section, why + view.lr_legend() + panels + key + listed if panels else "")
 
@@ -194,8 +200,12 @@ def _missing(why: str) -> str:
     return f'<p class="missing">{html(why)}</p>'
 
 
-def _key(*items: tuple[str, str]) -> str:
-    said = "".join(f'<li><b aria-hidden="true">{sign}</b>{html(words)}</li>' for sign, words in items)
+def _key(*items: tuple[str, ...]) -> str:
+    """Signs and what they mean; a third word is the class of the sign."""
+    said = "".join(
+        f'<li><b aria-hidden="true" class="{"".join(kind)}">{sign}</b>{html(words)}</li>'
+        for sign, words, *kind in items
+    )
     return f'<ul class="key">{said}</ul>'
 
 

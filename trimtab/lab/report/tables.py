@@ -55,7 +55,7 @@ def slopes(view: View) -> str:
             _text(view.title((x.study, x.arm))),
             _text(x.along),
             _text(", ".join(x.sizes)),
-            Value(number(x.value, 2)).cell(),
+            Value(loss(x.value)).cell(),
         ]
         for x in view.findings.slopes
         if math.isfinite(x.value)
@@ -151,7 +151,7 @@ def _forecast_row(view: View, x: Forecast) -> list[str]:
         at = Value(count(x.fails_at), x.fails_at, "seen")
     else:
         at = Value(count(x.fails_at, 2), x.fails_at, between(x.low, x.high, lambda y: count(y, 2)))
-    return [_lr(x.lr), _text(view.title((x.study, x.arm))), at.cell(), _text(x.why)]
+    return [_lr(x.lr), _text(view.title((x.study, x.arm))), at.cell(), _text(x.why[:1].upper() + x.why[1:])]
 
 
 def _run_row(view: View, run: Result, folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.lab.findings import Curve, Findings, Result
-from trimtab.lab.measure import fails
+from trimtab.lab.measure import run_fails
 from trimtab.lab.report.words import count, html, label, number
 
 ARMS = 7  # colours of style.css
@@ -56,13 +56,9 @@ class View:
         return self._curves.get((result.study, result.arm, result.size))
 
     def fails(self, result: Result) -> bool:
-        """It lost what training had gained, by the rule of measure, or broke off."""
+        """It lost what training had gained, or broke off."""
         curve = self.curve(result)
-        if curve is None or not result.finished:
-            return False
-        return math.isinf(result.loss) or (
-            result.lr > curve.best_lr and fails(result.loss, curve.best_loss, curve.first)
-        )
+        return result.finished and (math.isinf(result.loss) or (curve is not None and run_fails(result, curve)))
 
     def results(self, panel: Panel) -> list[Result]:
         return [result for result in self.findings.results if (result.study, result.arm) == panel]
