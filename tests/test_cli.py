@@ -43,18 +43,18 @@ def test_doctor_finds_a_wrong_kernel(monkeypatch, capsys):
 
     native = backends.native
     monkeypatch.setattr(backends, "native", Wrong())
-    assert cli.doctor() == 1
+    assert cli.about.doctor() == 1
     assert "broken quantize_blockwise on cpu does not agree with its reference" in capsys.readouterr().out
 
 
 def test_doctor_says_what_is_missing_without_kernels(monkeypatch, capsys):
     monkeypatch.setattr(backends, "native_missing", "not built: no C++ compiler was found")
     monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
-    assert cli.doctor() == 0
+    assert cli.about.doctor() == 0
     assert "missing native CPU kernels: not built: no C++ compiler was found" in capsys.readouterr().out
     # With a compiler at hand, kernels that are not there are a fault and not a choice.
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
-    assert cli.doctor() == 1
+    assert cli.about.doctor() == 1
     assert "broken native CPU kernels" in capsys.readouterr().out
 
 
@@ -163,7 +163,7 @@ def test_recipes_are_listed_with_what_they_are(capsys):
 def test_every_field_of_a_recipe_has_an_option(capsys):
     code, out, _ = call(capsys, "train", "gpt-tiny", "--help")
     assert code == 0
-    for option in cli._options(cli._recipe("gpt-tiny")):
+    for option in cli.words.options_of(cli.words.find_recipe("gpt-tiny")):
         assert option in out
 
 
@@ -275,7 +275,7 @@ def test_a_refusal_is_one_line_whatever_the_terminal_can_draw(tmp_path, encoding
 
 
 def test_batch_and_context_bring_their_schedules(capsys, small):
-    config = cli._override(cli._recipe("gpt-tiny"), ["--batch", "8", "--model.context=64"], "")
+    config = cli.words.override(cli.words.find_recipe("gpt-tiny"), ["--batch", "8", "--model.context=64"], "")
     assert (config.schedule.batch.start, config.schedule.batch.end, config.schedule.seqlen.end) == (8, 8, 64)
     given = ["--batch", "8", "--schedule.batch.start", "4", "--schedule.batch.increment", "4"]
     given += ["--schedule.seqlen.start", "128"]

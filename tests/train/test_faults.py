@@ -66,7 +66,7 @@ def begin_slowly(config: Path, run: Path) -> None:
         real(*args, **kwargs)
 
     log.RunLog.step = step
-    cli.VERBS["train"] = ("", lambda _: cli._report(train(read_config(config), run), run))
+    cli.VERBS["train"] = ("", lambda _: cli.runs.report_end(train(read_config(config), run), run))
     cli.main(["train"])
 
 
@@ -257,7 +257,7 @@ def save_for_ever(config: Path, run: Path, reached: Path) -> None:
         time.sleep(60)
 
     checkpoint.Checkpoints.save = save
-    cli._guarded(lambda: train(read_config(config), run))
+    cli.words.guarded(lambda: train(read_config(config), run))
 
 
 def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
@@ -361,7 +361,7 @@ def as_nobody(config: Path, run: Path) -> None:
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
-    cli._guarded(lambda: train(read, run))
+    cli.words.guarded(lambda: train(read, run))
 
 
 def test_without_permission_nothing_is_written(whole, tmp_path):
