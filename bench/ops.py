@@ -1,7 +1,7 @@
 """What the kernels cost, against PyTorch, bitsandbytes and the memory itself, in one run.
 
     python -m bench.ops                     everything: about two minutes on two cores
-    python -m bench.ops --only step         one part: quantize, step, gpt2, int8 or import
+    python -m bench.ops --only step         one part: quantize, step, gpt2, int8, gelu or import
     python -m bench.ops --millions 8        smaller tensors, for a quick look
 
 Every candidate of a table takes its turn in every round. Peers that are not installed are left out and said so
@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 import torch
 import tyro
+from rich.table import Table
 from torch import Tensor
+from torch.nn import functional as F
 
 from bench.measure import Bar, Timing, console, gpt2_shapes, interleave, must_call, ratio, report, show
 from trimtab.ops import (
@@ -30,11 +32,12 @@ from trimtab.ops import (
     step_rules,
 )
 from trimtab.ops.blockwise import count_blocks
+from trimtab.ops.gelu import gelu
 from trimtab.ops.step import Code
 
 HAS_PEER = importlib.util.find_spec("bitsandbytes") is not None
 
-Part = Literal["quantize", "step", "gpt2", "int8", "import"]
+Part = Literal["quantize", "step", "gpt2", "int8", "gelu", "import"]
 BLOCK = 256
 
 
@@ -54,6 +57,7 @@ def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | Non
         "step": lambda: measure_step(f"AdamW step, one tensor of {millions}M", [(count,)], rounds, flat=True),
         "gpt2": lambda: measure_step("AdamW step, the 148 tensors of GPT-2 124M", gpt2_shapes(), rounds, flat=False),
         "int8": lambda: measure_int8(rounds),
+        "gelu": lambda: measure_gelu(rounds),
         "import": lambda: measure_import(rounds),
     }
     level = backends.native.level() if backends.native is not None else "none"
@@ -215,6 +219,26 @@ def measure_int8(rounds: int, rows: int = 4096, inner: int = 1024, columns: int 
     show(f"int8 linear pieces, {rows} x {inner} x {columns}", timings, baseline="float32 matmul")
     speed = ratio(timings, "float32 matmul", "int8: quantize + matmul + rescale")
     return [Bar("int8 quantize + matmul + rescale, times the speed of the float32 matmul", speed, 2.0, at_least=True)]
+
+
+def measure_gelu(rounds: int) -> list[Bar]:
+    """Forward and backward, at the sizes of an MLP's inner layer from a test's to GPT-2's."""
+    table = Table("gelu, forward + backward", "torch ms", "trimtab ms", "speed-up", box=None, pad_edge=False)
+    speeds = {}
+    for count in (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 23):
+        x, grad = torch.randn(count, requires_grad=True), torch.randn(count)
+        candidates = {
+            "torch": lambda x=x, grad=grad: torch.autograd.grad(F.gelu(x, approximate="tanh"), x, grad),
+            "trimtab": lambda x=x, grad=grad: torch.autograd.grad(gelu(x), x, grad),
+        }
+        with must_call("gelu"):
+            candidates["trimtab"]()
+        timings = interleave(candidates, max(rounds, min(200, (1 << 21) // count)))
+        speeds[count] = ratio(timings, "torch", "trimtab")
+        times = [f"{timings[name].median_ms:.2f}" for name in ("torch", "trimtab")]
+        table.add_row(f"{count >> 10}k values", *times, f"{speeds[count]:.2f}x")
+    console.print(table, "")
+    return [Bar("gelu on 256k values, times the speed of PyTorch", speeds[1 << 18], 2.0, at_least=True)]
 
 
 def measure_import(rounds: int) -> list[Bar]:
