@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lab.runs import ARMS, Numbers, grid, write_run, write_study
+from tests.lab.runs import ARMS, FIRST, Numbers, grid, write_run, write_study
 from trimtab.lab import measure
 from trimtab.lab.findings import Findings, read
 from trimtab.lab.study import Cell
@@ -18,11 +18,11 @@ losses_ = st.lists(st.floats(0.5, 9.0), min_size=2, max_size=9)
 first_ = st.floats(4.0, 7.0)
 
 
-def read_losses(folder: Path, losses: dict[tuple[float, int], float], **numbers: float) -> Findings:
+def read_losses(folder: Path, losses: dict[tuple[float, int], float], first: float = FIRST) -> Findings:
     """Findings of one size and arm with these final losses by learning rate and seed."""
     seeds = sorted({seed for _, seed in losses})
     study = grid(sizes=("2x16",), lrs=sorted({lr for lr, _ in losses}), arms=ARMS[:1], seeds=seeds)
-    return read([write_study(folder, study, lambda cell: Numbers(loss=losses[cell.lr, cell.seed], **numbers))])
+    return read([write_study(folder, study, lambda cell: Numbers(loss=losses[cell.lr, cell.seed], first=first))])
 
 
 def test_sensitivity_is_the_golden_value_of_the_paper_s_rule() -> None:

@@ -234,6 +234,13 @@ def test_too_far_is_uncertain(law: Findings) -> None:
     assert "too far for the fit" in prediction.words[0]
 
 
+def test_further_than_the_sizes_span_is_a_hint(law: Findings) -> None:
+    near, far = predict_size(law, 1e6, 0.01), predict_size(law, 1e8, 0.01)
+    assert (near.hint, far.hint) == (False, True)
+    assert any("so take it for a hint" in line for line in far.words)
+    assert not any("hint" in line for line in near.words)
+
+
 def test_all_learning_rates_are_judged_when_none_is_given(law: Findings) -> None:
     prediction = predict_size(law, 1.4e6)
     assert [rate.outcome for rate in prediction.rates] == ["fine", "uncertain", "fails", "fails"]

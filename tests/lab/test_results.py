@@ -93,7 +93,10 @@ def _cut(folder: Path) -> None:
 
 
 def _not_json(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text("{half") and None
+    def damage(folder: Path) -> None:
+        (folder / name).write_text("{half")
+
+    return damage
 
 
 def _all_null(folder: Path) -> None:

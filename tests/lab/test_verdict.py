@@ -62,6 +62,23 @@ def test_missing_cells_are_counted(tmp_path: Path) -> None:
     assert any("out of memory" in note for note in findings.notes)
 
 
+def test_a_sensitivity_over_fewer_learning_rates_is_not_set_against_one_over_all(tmp_path: Path) -> None:
+    study = grid(lrs=(0.01, 0.03, 0.1), seeds=(0,))
+    write_study(tmp_path, study, lambda cell: None if cell.lr == 0.1 and cell.arm == "steadied" else planted(cell))
+    findings = read([tmp_path])
+    assert has(findings, "as sensitive to its learning rate as steadied", "over the learning rates that both have")
+    assert not has(findings, "nats of loss on average")
+    assert not has(findings, "steadied: sensitivity")
+
+
+def test_windows_that_differ_are_both_said(tmp_path: Path) -> None:
+    losses = {"plain": (2.0, 2.1, 2.2, 4.0), "steadied": (4.0, 2.2, 2.1, 2.0)}
+    lrs = (1e-4, 1e-3, 1e-2, 1.0)
+    study = grid(sizes=("2x16",), lrs=lrs, seeds=(0,))
+    findings = read([write_study(tmp_path, study, lambda c: Numbers(loss=losses[c.arm][lrs.index(c.lr)]))])
+    assert has(findings, "over learning rates 0.0001 to 0.01 against", "over learning rates 0.001 to 1")
+
+
 def test_a_recipe_that_holds_is_said_to_hold_as_far_as_it_was_run(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=ARMS[1:], seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda _: Numbers(loss=2.0))])
@@ -70,6 +87,14 @@ def test_a_recipe_that_holds_is_said_to_hold_as_far_as_it_was_run(tmp_path: Path
     )
     assert not has(findings, "What breaks first")
     assert has(findings, "because no attention logits are known here") or has(findings, "critical", "paper")
+
+
+def test_a_recipe_that_learns_nothing_is_not_called_robust(tmp_path: Path) -> None:
+    study = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,))
+    findings = read([write_study(tmp_path, study, lambda _: Numbers(why="diverged"))])
+    assert (findings.curves[0].sensitivity, findings.curves[0].failing_lr) == (0.0, 0.01)
+    assert findings.verdict[0] == "Plain learns nothing at 6.14 thousand parameters, at any learning rate."
+    assert any("its sensitivity says nothing" in note for note in findings.notes)
 
 
 def test_an_arm_that_does_not_help_is_said_not_to(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Prediction:
     arm: str
     params: float
     decades: float  # beyond the largest size that was run; 0 inside
+    hint: bool  # further beyond them than the sizes that were run span
     critical: Critical
     rates: tuple[Rate, ...]
     outcome: Outcome  # of the learning rate asked for; of all of them, that of the one that is best at the largest size
@@ -64,6 +65,7 @@ def predict_size(findings: Findings, params: float, lr: float | None = None, arm
     grid = sorted({r.lr for r in findings.results if (r.study, r.arm) == (study, arm) and math.isfinite(r.lr)})
     sizes = [r.params for r in findings.results if r.study == study and r.finished and r.params]
     decades = max(math.log10(params / max(sizes)), 0.0) if sizes else 0.0
+    span = math.log10(max(sizes) / min(sizes)) if sizes else 0.0
     rates = tuple(_rate(findings, study, arm, params, decades, x) for x in ([lr] if lr is not None else grid))
     curves = [curve for curve in findings.curves if (curve.study, curve.arm) == (study, arm)]
     best = max(curves, key=lambda curve: curve.params or 0).best_lr if curves else None
@@ -73,10 +75,11 @@ def predict_size(findings: Findings, params: float, lr: float | None = None, arm
         arm=arm,
         params=params,
         decades=decades,
+        hint=decades > span,
         critical=findings.critical,
         rates=rates,
         outcome=central.outcome if central is not None else "uncertain",
-        words=tuple(_words(findings.critical, arm, params, decades, rates)),
+        words=tuple(_words(findings.critical, arm, params, decades, span, rates)),
     )
 
 
@@ -167,7 +170,9 @@ def _between(below: Fit, above: Fit, params: float, lr: float) -> Range:
     return value, low, high
 
 
-def _words(critical: Critical, arm: str, params: float, decades: float, rates: Sequence[Rate]) -> list[str]:
+def _words(
+    critical: Critical, arm: str, params: float, decades: float, span: float, rates: Sequence[Rate]
+) -> list[str]:
     size = f"At {say_count(params)} parameters {arm}"
     if not rates:
         return [f"{size} cannot be predicted: it has no runs"]
@@ -183,7 +188,8 @@ def _words(critical: Critical, arm: str, params: float, decades: float, rates: S
         words = [f"{size} {join(parts)}."]
         words += [f"Learning rate {say_rate(rate.lr)}: {rate.outcome}, {rate.why}." for rate in rates]
     if decades > 0:
-        words.append(f"This is {say_decades(decades)}.")
+        far = f"; those span {span:.1f} powers of ten, so take it for a hint" if decades > span else ""
+        words.append(f"This is {say_decades(decades)}{far}.")
     words.append(f"The critical attention logit is {say_number(critical.value)}: {critical.why}.")
     words.append("Only attention logits and the gradient's distance to eps were looked at.")
     return words

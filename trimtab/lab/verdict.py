@@ -90,6 +90,8 @@ def _fate(findings: Findings, curves: Sequence[Curve], arm: str) -> str:
     own = _of_arm(curves, arm)
     largest = own[-1]
     failing = [curve for curve in own if curve.failing_lr is not None]
+    if largest.best_loss >= largest.first:
+        return f"learns nothing at {_size(largest)}, at any learning rate"
     if not failing:
         text = f"holds up to learning rate {say_rate(largest.lrs[-1])} at {_size(largest)}"
     else:
@@ -118,15 +120,25 @@ def _sensitivity(findings: Findings, curves: Sequence[Curve], arms: Sequence[str
             sure = f"{comparison.low:.1f} to {comparison.high:.1f} over {seeds} seeds"
         says.append(
             f"At {_size(largest)} {comparison.arm} is {say_factor(comparison.ratio)} as sensitive to its learning rate "
-            f"as {comparison.other} ({sure}): {largest.sensitivity:.2f} against {other.sensitivity:.2f} nats of "
-            f"loss on average over learning rates {say_rate(largest.window[0])} to {say_rate(largest.window[1])}."
+            f"as {comparison.other} ({sure}){_against(largest, other)}."
         )
     return says + [line for arm in arms if (line := _growth(_of_arm(curves, arm)))]
 
 
+def _against(one: Curve, other: Curve) -> str:
+    """Both values, if they are over all learning rates; what is over fewer is not comparable."""
+    if one.missing or other.missing:
+        return ", over the learning rates that both have"
+    windows = [f"learning rates {say_rate(curve.window[0])} to {say_rate(curve.window[1])}" for curve in (one, other)]
+    values = [f"{curve.sensitivity:.2f} nats of loss on average" for curve in (one, other)]
+    if windows[0] == windows[1]:
+        return f": {one.sensitivity:.2f} against {values[1]} over {windows[0]}"
+    return f": {values[0]} over {windows[0]} against {values[1]} over {windows[1]}"
+
+
 def _growth(own: Sequence[Curve]) -> str:
-    """How one arm changes with size."""
-    known = [curve for curve in own if math.isfinite(curve.sensitivity)]
+    """How one arm changes with size, over the sizes that are complete."""
+    known = [curve for curve in own if math.isfinite(curve.sensitivity) and not curve.missing]
     if len(known) < 2:
         return f"Sensitivity of {own[0].arm}: {known[0].sensitivity:.2f} nats at {_size(known[0])}." if known else ""
     values = join([f"{curve.sensitivity:.2f}" for curve in known])
