@@ -19,7 +19,7 @@ PACKAGE = ROOT / "trimtab"
 # Who may import whom. A room may always import itself. `cli` is the top, `ops` the ground.
 ALLOWED = {
     "cli": {"lab", "train", "recipes", "watch", "ops"},
-    "lab": {"train", "recipes"},
+    "lab": {"train", "recipes", "watch", "data"},
     "recipes": {"train", "nn", "optim", "data", "schedule"},
     "train": {"nn", "optim", "data", "watch", "schedule"},
     "hosts": {"nn", "optim", "data", "watch", "schedule"},
@@ -30,7 +30,7 @@ ALLOWED = {
     "schedule": set(),
     "data": set(),
     "__main__": {"cli"},
-    "__init__": {"ops", "nn", "optim", "data", "watch", "schedule", "train", "recipes"},
+    "__init__": {"lab", "ops", "nn", "optim", "data", "watch", "schedule", "train", "recipes"},
 }
 
 

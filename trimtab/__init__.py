@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab import data, nn, ops, optim, recipes, schedule, train, watch
+    from trimtab import data, lab, nn, ops, optim, recipes, schedule, train, watch
     from trimtab.schedule import SeqLenWarmup
     from trimtab.watch import Watch
 
@@ -19,6 +19,7 @@ __all__ = [
     "Watch",
     "__version__",
     "data",
+    "lab",
     "nn",
     "ops",
     "optim",
