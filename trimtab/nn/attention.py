@@ -26,7 +26,7 @@ from trimtab.nn.tap import tap, wanted
 
 ROPE_BASE = 10_000.0
 
-Rotation = tuple[Tensor, Tensor]  # cosine and sine of each position and pair, [T, 1, K/2] or [B, T, 1, K/2]
+Rotation = tuple[Tensor, Tensor]  # cosine and sine for each position and feature, [T, 1, K] or [B, T, 1, K]
 
 
 class Attention(nn.Module):
@@ -86,14 +86,15 @@ def rotation_for(positions: Tensor, head_width: int) -> Rotation:
     """Cosines and sines for positions [T] or [B, T], in float32: a bfloat16 angle is wrong by whole turns."""
     pairs = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
     angle = positions.float()[..., None, None] * ROPE_BASE ** (-pairs / head_width)
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x_BTHK: Tensor, rotation: Rotation) -> Tensor:
     """Turn each pair (i, i + K/2) by its position's angle. The size of x stays."""
     cos, sin = rotation
-    left, right = x_BTHK.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x_BTHK.dtype)
+    # left * cos - right * sin and right * cos + left * sin at once: fewer passes over memory than half by half.
+    return (x_BTHK * cos + x_BTHK.roll(x_BTHK.shape[-1] // 2, dims=-1) * sin).to(x_BTHK.dtype)
 
 
 class HeadNorm(nn.Module):
