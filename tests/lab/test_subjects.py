@@ -243,6 +243,15 @@ def test_a_module_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
     assert open_subject("here_model:build").model.build == "here_model:build"  # the current folder is searched
 
 
+def test_the_current_folder_comes_before_what_is_installed(tmp_path, monkeypatch):
+    for folder, name in (("installed", "theirs"), ("here", "mine")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "twice_there.py").write_text(f"def {name}(): ...\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "installed"), str(tmp_path / "here"), *sys.path])
+    assert open_subject("twice_there:mine").model.build == "twice_there:mine"
+
+
 def test_batches_go_back_and_forth():
     made = build_module(module_run(f"{OWN}:build_finite").model)
     batches = ModuleBatches("own", made.data, "train", 3)

@@ -43,7 +43,7 @@ class Built(NamedTuple):
 
 
 def module_run(build: str, *, steps: int = 500, batch: int = 16, options: Mapping[str, Any] | None = None) -> ModuleRun:
-    """A run of somebody's own model, with the settings of the lab's GPT. The reference is checked, nothing is built."""
+    """A run of somebody's own model with ordinary AdamW. The reference is checked, nothing is built."""
     find_function(build)
     lr = LearningRate(kind="cosine", warmup=max(steps // 20, 1), floor=1e-5)
     schedule = ScheduleConfig(
@@ -53,7 +53,7 @@ def module_run(build: str, *, steps: int = 500, batch: int = 16, options: Mappin
     )
     return ModuleRun(
         model=ModuleConfig(build=build, options=dict(options or {})),
-        optim=OptimConfig(name="adamw", lr=1e-3, bits=32, weight_decay=10 / steps, independent_decay=True),
+        optim=OptimConfig(name="adamw", lr=1e-3, bits=32),
         schedule=schedule,
         steps=steps,
         batch=batch,
@@ -70,8 +70,8 @@ def find_function(reference: str) -> Callable[..., Any]:
     module, colon, name = reference.partition(":")
     if not (module and colon and name.isidentifier()) or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{reference!r} is not package.file:function; try my_model:build")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if not sys.path or sys.path[0] not in ("", os.getcwd()):
+        sys.path.insert(0, os.getcwd())  # before what is installed: my own `models` is meant, not somebody's
     try:
         found = importlib.import_module(module)
     except Exception as error:
