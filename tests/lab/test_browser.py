@@ -5,6 +5,8 @@ apt-get install chromium        and playwright's driver comes with `pip install 
 
 import re
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -195,6 +197,15 @@ def test_paper_gets_every_fold_and_the_screen_its_page_back(visit: Visit, tmp_pa
     assert visit.page.evaluate("window.folded") == 0
     assert visit.page.evaluate(folded) == before
     visit.wait("document.querySelector('#sensitivity-0 .main-svg').getBoundingClientRect().width > 700")
+
+
+@pytest.mark.slow
+def test_a_picture_for_the_readme_is_small(visit: Visit, tmp_path: Path) -> None:
+    page, out = visit.url.removeprefix("file://"), tmp_path / "new" / "lab.png"
+    command = [sys.executable, "-m", "trimtab.lab.report.picture", page, str(out)]
+    subprocess.run(command, check=True, timeout=120)  # a second driver does not start in this process
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert 20_000 < out.stat().st_size <= 400_000
 
 
 def test_hostile_names_are_shown_and_do_nothing(browser: Any, findings: Findings, tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def hostile(findings: Findings) -> Findings:
 
     lists = ("results", "curves", "fits", "forecasts", "slopes")
     changed: dict[str, Any] = {name: tuple(map(poison, getattr(findings, name))) for name in lists}
-    sources = [replace(source, name="study", question=HOSTILE, subject=HOSTILE) for source in findings.studies]
+    arms = [{"name": f"{arm} {HOSTILE}", "switches": [HOSTILE]} for arm in ("plain", "steadied")]
+    outside = {"name": "study", "question": HOSTILE, "subject": HOSTILE, "data": {"arms": arms}}
+    sources = [replace(source, **outside) for source in findings.studies]
     results = [replace(run, sha256=HOSTILE, versions={HOSTILE: HOSTILE}) for run in changed.pop("results")]
     critical = replace(findings.critical, why=HOSTILE)
     said: dict[str, Any] = {"notes": (HOSTILE,), "verdict": (HOSTILE, HOSTILE)}
@@ -190,6 +192,13 @@ def test_forecasts_stand_at_the_critical_value_in_the_shaded_part(findings: Find
     assert all(t["y"] == [findings.critical.value] for t in diamonds)
     shaded = next(shape for shape in figure["layout"]["shapes"] if shape.get("yref") == "paper")
     assert all(shaded["x0"] < t["x"][0] <= shaded["x1"] for t in diamonds)
+
+
+def test_a_panel_says_what_its_arm_switches_on(findings: Findings) -> None:
+    assert drawn(findings).said("small").count("qk-norm, z-loss=1e-4") == 4
+    for junk in (None, "arms", [1, {"name": "steadied"}, {"name": "steadied", "switches": 3}], {"name": "plain"}):
+        sources = tuple(replace(source, data={"arms": junk}) for source in findings.studies)
+        assert "qk-norm, z-loss" not in drawn(replace(findings, studies=sources)).said("small")
 
 
 def test_learning_rates_are_ticks_as_people_write_them(findings: Findings) -> None:

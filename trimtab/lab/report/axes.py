@@ -86,16 +86,29 @@ def params_axis(ends: Range, sizes: Iterable[float]) -> dict[str, Any]:
 
 
 def loss_axis(ends: Range) -> dict[str, Any]:
-    """Losses are positive and read as numbers: logarithmic, with round ticks; plain where one is not."""
+    """Losses are positive and read as numbers: logarithmic, with round ticks; plain where one is not positive."""
     if ends[0] <= 0:
         return axis(range=list(ends), nticks=6)
-    step = next(x for x in (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 50, math.inf) if (ends[1] - ends[0]) / x < 9)
-    ticks = [step * i for i in range(int(ends[0] / step), int(ends[1] / step) + 1)] if step < math.inf else []
+    if ends[1] / ends[0] > 100:
+        return value_axis(ends)
+    rough = (ends[1] - ends[0]) / 8
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= rough)
+    ticks = [step * i for i in range(math.ceil(ends[0] / step), int(ends[1] / step) + 1)]
     kept: list[float] = []
-    for x in reversed(ticks or decades(ends, most=8)):
-        if ends[0] <= x <= ends[1] and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 12):
+    for x in reversed(ticks):
+        if x > 0 and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 12):
             kept.append(x)
     return log_axis(ends, sorted(kept))
+
+
+def roomy(low: float, high: float) -> Range:
+    """Two losses with a little room around them; a positive one stays positive."""
+    if low > 0:
+        room = max((high / low) ** 0.08, 1.01)
+        return low / room, high * room
+    room = 0.08 * (high - low) or 0.1
+    return low - room, high + room
 
 
 def value_axis(ends: Range) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from trimtab.lab.findings import Curve
-from trimtab.lab.report.axes import Range, axis, figure, loss_axis, lr_axis, note, params_axis, share, wider
-from trimtab.lab.report.view import Figure, Panel, View, run_words
+from trimtab.lab.report.axes import Range, axis, figure, loss_axis, lr_axis, note, params_axis, roomy, share, wider
+from trimtab.lab.report.view import ARMS, Figure, Panel, View, run_words
 from trimtab.lab.report.words import between, count, label, loss, number
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon", "star")
@@ -70,8 +70,7 @@ def _loss_range(view: View) -> tuple[Range, float | None]:
     level = sum(first) / len(first) if first else None
     if level is not None and high > (low + level) / 2:
         high = max(high, level)
-    room = 0.1 * (high - low) or 0.1
-    return (low - room if low <= room else max(low - room, 0.5 * low), high + room), level
+    return roomy(low, high), level
 
 
 def _before_training(level: float | None, ends: Range) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -160,11 +159,16 @@ def _sensitivity_line(view: View, panel: Panel, curves: list[Curve]) -> dict[str
         "y": [curve.sensitivity for curve in curves],
         "error_y": {"type": "data", "array": above, "arrayminus": below, "color": colour, "thickness": 1.5, "width": 5},
         "line": {"color": colour, "width": 2.5},
-        "marker": {"color": colour, "size": 9, "symbol": SYMBOLS[view.panels.index(panel) % len(SYMBOLS)]},
+        "marker": {"color": colour, "size": 9, "symbol": _symbol(view.panels.index(panel))},
         "text": hover,
         "hovertemplate": "%{text}<extra></extra>",
         "legendgroup": f"arm {view.panels.index(panel)}",
     }
+
+
+def _symbol(place: int) -> str:
+    """Colours come again after some arms; with another symbol each."""
+    return SYMBOLS[(place + place // ARMS) % len(SYMBOLS)]
 
 
 def _level(y: float) -> dict[str, Any]:

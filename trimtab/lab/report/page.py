@@ -13,7 +13,7 @@ from pathlib import Path
 from trimtab.data.extras import load_extra
 from trimtab.lab.findings import Findings, Signal
 from trimtab.lab.report import charts, files, growth, tables, training
-from trimtab.lab.report.texts import ABOVE_BEST, NO_PANEL, SECTIONS
+from trimtab.lab.report.texts import ABOVE_BEST, NO_PANEL, NO_SCRIPT, SECTIONS
 from trimtab.lab.report.view import Figure, Panel, View
 from trimtab.lab.report.words import count, duration, html, number, script
 from trimtab.lab.words import join, plural
@@ -42,7 +42,7 @@ def render(findings: Findings, page: Path, *, commands: Sequence[str], plotly: s
     body = "".join(
         (
             _header(findings),
-            "<main>",
+            f"<main><noscript>{_missing(NO_SCRIPT)}</noscript>",
             _learning_rates(view, figures),
             _sensitivity(view, figures),
             _growth(view, figures, "logits", "logit_max"),
@@ -174,19 +174,23 @@ def _panels(
     for i, panel in enumerate(view.panels):
         chart = draw(view, panel)
         if chart is None:
-            drawn.append(f"<figure><h3>{html(view.title(panel))}</h3>{_missing(NO_PANEL)}</figure>")
+            drawn.append(f"<figure>{_heading(view, panel)}{_missing(NO_PANEL)}</figure>")
             continue
         figures[f"{section}-{i}"] = chart
-        drawn.append(_figure(f"{section}-{i}", view.title(panel), say(view, panel)))
+        drawn.append(_figure(f"{section}-{i}", _heading(view, panel), say(view, panel)))
     some = any(key.startswith(f"{section}-") for key in figures)
     wide = " wide" if len(drawn) == 1 else ""
     return f'<div class="panels{wide}">{"".join(drawn)}</div>' if some else ""
 
 
-def _figure(key: str, title: str, words: str, *, tall: bool = False) -> str:
-    head = f"<h3>{html(title)}</h3>" if title else ""
-    size = "chart tall" if tall else "chart"
-    return f'<figure>{head}<div class="{size}" id="{key}" role="img" aria-label="{html(words)}"></div></figure>'
+def _figure(key: str, heading: str, words: str) -> str:
+    return f'<figure>{heading}<div class="chart" id="{key}" role="img" aria-label="{html(words)}"></div></figure>'
+
+
+def _heading(view: View, panel: Panel) -> str:
+    switches = ", ".join(view.switches(panel))
+    small = f" <small>{html(switches)}</small>" if switches else ""
+    return f"<h3>{html(view.title(panel))}{small}</h3>"
 
 
 def _section(key: str, body: str) -> str:

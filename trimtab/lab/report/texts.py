@@ -54,3 +54,4 @@ SECTIONS = {
 }
 ABOVE_BEST = "Above best: what a run adds to the sensitivity of its curve, before the mean is taken."
 NO_PANEL = "No finished run shows this yet."
+NO_SCRIPT = "The charts need JavaScript, which is switched off here. Every number is in the tables and files below."

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from trimtab.lab.findings import Result
-from trimtab.lab.report.axes import axis, figure, loss_axis
+from trimtab.lab.report.axes import axis, figure, loss_axis, roomy
 from trimtab.lab.report.view import Figure, Panel, View, run_words
 from trimtab.lab.report.words import html, loss, number
 from trimtab.lab.words import plural
@@ -104,7 +104,7 @@ def _range(runs: list[Result]) -> tuple[float, float]:
     start = [run.first for run in runs if math.isfinite(run.first)] or values
     low, high = min(values, default=0.0), 1.25 * max(start, default=1.0)
     high = min(high, max(values, default=high))
-    return low - 0.05 * (high - low), high + 0.05 * (high - low)
+    return roomy(low, high)
 
 
 def _box(name: str, items: list[tuple[str, str]], chosen: str) -> str:

@@ -68,6 +68,15 @@ class View:
         several = len({study for study, _ in self.panels}) > 1
         return f"{panel[0]} · {panel[1]}" if several else panel[1]
 
+    def switches(self, panel: Panel) -> list[str]:
+        """What the arm changes, if its study says so. study.json may hold anything by now."""
+        for source in self.findings.studies:
+            arms = source.data.get("arms") if source.name == panel[0] else None
+            for arm in arms if isinstance(arms, list) else []:
+                if isinstance(arm, dict) and arm.get("name") == panel[1] and isinstance(arm.get("switches"), list):
+                    return [str(switch) for switch in arm["switches"]]
+        return []
+
     def size_words(self, size: str) -> str:
         params = self._params.get(size)
         return f"{size} ({count(params)})" if params else size
