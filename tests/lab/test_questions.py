@@ -180,7 +180,7 @@ def test_every_study_can_be_run_and_takes_minutes(name):
     assert Study.from_json(study.to_json()) == study
     promised = QUESTIONS[name].study.__doc__
     minutes = float(promised.split("About ")[1].split()[0])
-    assert abs(minutes - study.minutes) <= 1, f"the docstring says {minutes}, the estimate {study.minutes:.1f}"
+    assert 0.7 < minutes / study.minutes < 1.4, f"the docstring says {minutes}, the estimate {study.minutes:.1f}"
 
 
 @pytest.mark.parametrize("name", QUESTIONS)

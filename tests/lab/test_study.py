@@ -78,7 +78,9 @@ def test_two_arms_differ_by_their_switches_alone():
 def test_the_default_study_is_the_paper_made_small():
     study = default_study()
     assert [size.name for size in study.sizes] == ["2x16", "2x32", "3x64"]
-    assert study.lrs == LRS == (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+    assert study.lrs == LRS
+    assert len(LRS) == 7
+    assert LRS[-1] / LRS[0] == pytest.approx(1000)
     assert [arm.name for arm in study.arms] == ["plain", "steadied"]
     assert len(study.cells()) == 84
     assert study.minutes is not None

@@ -207,7 +207,8 @@ def _seconds(config: GPTRun) -> float:
 
 # --- The studies of `trimtab lab`
 
-LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)  # the paper's grid
+HALF_DECADES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
+LRS = HALF_DECADES[1:8]  # the paper's grid: three decades
 SIZES, SEEDS, STEPS = ladder("joint", 3), (0, 1), 500
 QUICK_LRS, QUICK_SIZES, QUICK_SEEDS, QUICK_STEPS = LRS[2:], ladder("joint", 3), (0,), 250
 QUESTION = "How sensitive is this recipe to its learning rate, what breaks first, at which size, and what fixes it?"

@@ -5,12 +5,12 @@ Two layers, base width 16, qk-norm on. The paper: it does, and lowers neither lo
 
 from trimtab.lab.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, grid_steps, judge
-from trimtab.lab.study import LRS, Study
+from trimtab.lab.study import HALF_DECADES, Study
 
 NAME = "mup"
 SIZES = ("2x16", "2x32", "2x64", "2x128")
 ARMS = {"standard": (), "muParam": ("mup=simple",), "full muParam": ("mup=full",)}
-RATES = (*LRS, 1.0)
+RATES = HALF_DECADES[1:9]  # up to 1: the best rate moves over much of it
 
 
 def study() -> Study:
