@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,28 @@ def test_damage_is_a_status_and_a_note(tmp_path: Path, damage: Callable[[Path], 
     findings = read([tmp_path])
     assert len(findings.curves) == 1
     assert status == "done" or any(result.name in note for note in findings.notes)
+
+
+def _with_leaves(data: Any, value: Any) -> Any:
+    """The same JSON with another value wherever there was a number."""
+    if isinstance(data, dict):
+        return {key: _with_leaves(item, value) for key, item in data.items()}
+    if isinstance(data, list):
+        return [_with_leaves(item, value) for item in data]
+    return value if isinstance(data, int | float) and not isinstance(data, bool) else data
+
+
+@pytest.mark.parametrize("file", ["config.json", "result.json", "log.jsonl", "signals.jsonl", "events.jsonl"])
+def test_no_number_makes_reading_fail(tmp_path: Path, file: str) -> None:
+    write_study(tmp_path, SMALL, lambda _: Numbers())
+    path = tmp_path / SMALL.cells()[1].folder / file
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    values: list[Any] = [None, 0, -1, 10**30, 1e308, -1e308, math.nan, math.inf, True, "x", [], {}]
+    for value in values:
+        path.write_text("".join(json.dumps(_with_leaves(line, value)) + "\n" for line in lines))
+        findings = read([tmp_path])
+        json.dumps(findings.to_json(), allow_nan=False)
+        assert len(findings.results) == 2
 
 
 def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def _curve(group: Sequence[Result]) -> Curve | None:
         seeds=tuple(len(values) for values in scores.values()),
         broken=broken,
         spikes=tuple(fmean(len(run.spikes) for run in runs) for runs in by_lr.values()),
-        loss_ratio=tuple(x / best for x in loss),
+        loss_ratio=tuple(_ratio(x, best) for x in loss),
         logit_max=tuple(geometric_mean(run.logit_max for run in runs) for runs in by_lr.values()),
         grad_rms=tuple(geometric_mean(run.grad_rms for run in runs) for runs in by_lr.values()),
         missing=tuple(sorted({result.lr for result in group} - set(lrs))),

@@ -73,6 +73,8 @@ def read_result(place: Place) -> Result:
         return replace(told, status="running", why="it has not taken a step")
     except OSError as error:
         return replace(told, status="unreadable", why=f"cannot be read: {error.strerror}")
+    except OverflowError:
+        return replace(told, status="unreadable", why="cannot be read: it has numbers that no run writes")
     return _ended(_seen(told, run), run)
 
 
