@@ -21,11 +21,12 @@ from trimtab.data import MissingExtra
 from trimtab.lab.findings import Critical, Findings, Result, read
 from trimtab.lab.report import page as page_module
 from trimtab.lab.report import write_report
+from trimtab.lab.report.axes import loss_axis
 from trimtab.lab.report.files import replace_text, to_csv
 from trimtab.lab.report.page import render
 from trimtab.lab.report.texts import SECTIONS
 from trimtab.lab.report.training import POINTS, thin
-from trimtab.lab.report.words import between, count, duration, html, label, link, number, relative, script
+from trimtab.lab.report.words import between, count, duration, html, label, link, loss, number, relative, script
 from trimtab.lab.study import Cell
 
 HOSTILE = (
@@ -424,6 +425,18 @@ def test_a_large_study_makes_a_page_of_bounded_size(findings: Findings) -> None:
 )
 def test_numbers_are_written_as_people_write_them(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_losses_have_the_same_decimals_and_no_minus_zero() -> None:
+    assert [loss(x) for x in (2.0, 1.91349, -1e-9, -0.5, 12345.6)] == ["2.000", "1.913", "0.000", "−0.500", "12,300"]
+
+
+@pytest.mark.parametrize("ends", [(2.2, 3.2), (1.9, 6.1), (0.01, 3), (2.0, 2.001), (-1, 4), (1e-3, 1e5)])
+def test_loss_axes_have_a_few_round_ticks(ends: tuple[float, float]) -> None:
+    axis = loss_axis(ends)
+    texts = axis.get("ticktext", ["plotly", "chooses", "where", "it", "is", "plain"])
+    assert 3 <= len(texts) <= 10
+    assert len(set(texts)) == len(texts)
 
 
 def test_counts_durations_and_ranges_are_words() -> None:

@@ -91,15 +91,15 @@ def loss_axis(ends: Range) -> dict[str, Any]:
         return axis(range=list(ends), nticks=6)
     if ends[1] / ends[0] > 100:
         return value_axis(ends)
-    rough = (ends[1] - ends[0]) / 8
+    rough = (ends[1] - ends[0]) / 14
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= rough)
     ticks = [step * i for i in range(math.ceil(ends[0] / step), int(ends[1] / step) + 1)]
     kept: list[float] = []
     for x in reversed(ticks):
-        if x > 0 and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 12):
+        if x > 0 and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 9):
             kept.append(x)
-    return log_axis(ends, sorted(kept))
+    return log_axis(ends, sorted(kept), say=lambda x: number(x, 6))
 
 
 def roomy(low: float, high: float) -> Range:

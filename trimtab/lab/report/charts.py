@@ -77,7 +77,7 @@ def _before_training(level: float | None, ends: Range) -> tuple[list[dict[str, A
     if level is None:
         return [], []
     if level > ends[1]:
-        return [], [note(f"before training: {loss(level)}, above", 0.01, 0.995, yanchor="top")]
+        return [], [note(f"before training {loss(level)}, above", 1.0, 1.0, xanchor="right", yshift=2)]
     height = share(level, ends) if ends[0] > 0 else (level - ends[0]) / (ends[1] - ends[0])
     return [_level(level)], [note("before training", 0.01, height, yshift=1)]
 

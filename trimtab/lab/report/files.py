@@ -7,13 +7,14 @@ an apostrophe in front, which spreadsheets hide. Numbers stay numbers.
 import contextlib
 import csv
 import io
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.lab.findings import Findings, clean, rows_of_cells, rows_of_curves
-from trimtab.train.files import replace_json, sync_folder
+from trimtab.train.files import sync_folder
 
 NAMES = {
     "findings.json": "everything, as JSON",
@@ -25,7 +26,8 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def write_data(findings: Findings, folder: Path) -> None:
-    replace_json(folder / "findings.json", findings.to_json())
+    # Without indents: most of it are curves of hundreds of points, and indenting takes longer than all the rest.
+    replace_text(folder / "findings.json", json.dumps(findings.to_json(), allow_nan=False))
     replace_text(folder / "cells.csv", to_csv(rows_of_cells(findings)))
     replace_text(folder / "curves.csv", to_csv(rows_of_curves(findings)))
     replace_text(folder / "fits.csv", to_csv(rows_of_fits(findings)))

@@ -93,5 +93,12 @@
     waiting = setTimeout(() => { if (innerWidth !== wide) { wide = innerWidth; drawAll(); } }, 150);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  drawAll().then(() => { root.dataset.drawn = ""; });
+  // One after the other, so that the page can be read and scrolled while they appear.
+  (async () => {
+    for (const chart of charts) {
+      await draw(chart);
+      await new Promise((done) => setTimeout(done));
+    }
+    root.dataset.drawn = "";
+  })();
 })();

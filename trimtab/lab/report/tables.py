@@ -8,8 +8,9 @@ from pathlib import Path
 from trimtab.lab.findings import Curve, Fit, Forecast, Result, Signal
 from trimtab.lab.report.view import View
 from trimtab.lab.report.words import between, count, duration, html, link, loss, number, relative
-from trimtab.lab.words import join, plural
+from trimtab.lab.words import join, plural, say_factor
 
+SHORT = 9  # rows; other longer tables are folded
 LONG = 30  # rows; a longer table of runs is folded
 FILES = ("config.json", "log.jsonl", "events.jsonl", "signals.jsonl", "result.json")
 
@@ -46,7 +47,7 @@ def comparisons(view: View) -> str:
         times = Value(f"{number(one.ratio, 2)}×", one.ratio, small)
         rows.append([_text(one.arm), _text(one.other), _size(one.size, one.params), times.cell()])
     head = ("Most sensitive arm", "Compared with", "Size", "Times as sensitive")
-    return table("How much steadier", head, rows) if rows else ""
+    return folded("How much steadier", head, rows)
 
 
 def slopes(view: View) -> str:
@@ -61,7 +62,7 @@ def slopes(view: View) -> str:
         if math.isfinite(x.value)
     ]
     head = ("Arm", "Growing in", "Sizes", "Sensitivity per tenfold size")
-    return table("How sensitivity grows", head, rows) if rows else ""
+    return folded("How sensitivity grows", head, rows)
 
 
 def forecasts(view: View, signal: Signal) -> str:
@@ -69,7 +70,7 @@ def forecasts(view: View, signal: Signal) -> str:
     ahead = [x for x in view.findings.forecasts if x.signal == signal]
     rows = [_forecast_row(view, x) for x in ahead if x.fails_at is not None]
     head = ("Learning rate", "Arm", "Fails at", "Why")
-    listed = table("Expected of larger models", head, rows) if rows else ""
+    listed = folded("Expected of larger models", head, rows)
     calm: dict[str, list[str]] = {}
     for x in ahead:
         if x.fails_at is None:
@@ -92,7 +93,7 @@ def backtests(view: View, signal: Signal) -> str:
     worst = max((row for row in view.findings.fits if row.signal == signal and row.backtest), key=_off, default=None)
     if worst is None:
         return ""
-    title = f"Back-test: the largest size foretold from the smaller ones, {number(_off(worst), 2)} times off at worst"
+    title = f"Back-test: the largest size foretold from the smaller ones, {say_factor(_off(worst))} off at worst"
     return f"<details><summary>{html(title)}</summary>{table('', head, rows, name='Back-test')}</details>"
 
 
@@ -108,6 +109,14 @@ def cells(view: View, folder: Path) -> str:
     summary = f"{plural(len(runs), 'run')}: " + ", ".join(f"{many} {state}" for state, many in states.items())
     opened = "" if len(runs) > LONG else " open"
     return f"<details{opened}><summary>{html(summary)}</summary>{inside}</details>"
+
+
+def folded(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that is folded when it is longer than a glance takes; nothing without rows."""
+    if len(rows) <= SHORT:
+        return table(caption, head, rows) if rows else ""
+    summary = html(f"{caption}: {plural(len(rows), 'row')}")
+    return f"<details><summary>{summary}</summary>{table('', head, rows, name=caption)}</details>"
 
 
 def table(
@@ -135,14 +144,14 @@ def table(
 
 def _glance_row(view: View, curve: Curve) -> list[str]:
     fails = Value(number(curve.failing_lr), curve.failing_lr) if curve.failing_lr else Value("none", math.inf)
-    spread = between(curve.sensitivity_low, curve.sensitivity_high)
+    spread = between(curve.sensitivity_low, curve.sensitivity_high, loss)
     return [
         f'<th scope="row" class="text">{html(view.title((curve.study, curve.arm)))}</th>',
         _size(curve.size, curve.params),
         Value(loss(curve.best_loss), curve.best_loss).cell(),
         Value(number(curve.best_lr), curve.best_lr).cell(),
         fails.cell(),
-        Value(number(curve.sensitivity), curve.sensitivity, spread).cell(),
+        Value(loss(curve.sensitivity), curve.sensitivity, spread).cell(),
     ]
 
 

@@ -70,7 +70,9 @@ def number(x: float | None, digits: int = 3) -> str:
 
 def loss(x: float | None) -> str:
     """Losses are compared with one another, so all have the same decimals."""
-    return number(x) if x is None or not math.isfinite(x) or abs(x) >= 1000 else _signed(f"{x:.3f}")
+    if x is None or not math.isfinite(x) or abs(x) >= 1000:
+        return number(x)
+    return _signed(f"{round(x, 3) + 0.0:.3f}")  # + 0.0: there is no minus zero
 
 
 def count(x: float | None, digits: int = 3) -> str:
