@@ -127,8 +127,13 @@ def guarded(call: Callable[[], Any]) -> Any:
 
 
 def find_recipe(name: str) -> Any:
+    """The config of a recipe, or of somebody's own model and data, given as module:function."""
     from trimtab.recipes import RECIPES
 
+    if ":" in name:
+        from trimtab.train.module import module_run
+
+        return guarded(lambda: module_run(name))
     if name not in RECIPES:
         refuse(f"unknown recipe {name!r}{did_you_mean(name, RECIPES)} There are {', '.join(RECIPES)}")
     return RECIPES[name]()
