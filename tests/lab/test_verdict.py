@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.runs import ARMS, Numbers, grid, planted, write_failures, write_study
+from tests.lab.runs import ARMS, Numbers, grid, params_of, planted, write_failures, write_study
 from trimtab.lab.findings import Findings, read
 from trimtab.lab.study import Arm, Cell
 from trimtab.lab.words import join, say_count, say_decades, say_number, say_range
@@ -111,6 +111,16 @@ def test_other_causes_are_named(tmp_path: Path) -> None:
 
     study = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,), steps=400)
     assert has(read([write_study(tmp_path, study, numbers)]), "What breaks first", "a spike of the loss in 1")
+
+
+def test_gradients_near_eps_are_foretold_for_rates_that_do_not_fail(tmp_path: Path) -> None:
+    def numbers(cell: Cell) -> Numbers:
+        rms = {0.01: 40.0, 0.1: 4.0}[cell.lr] / params_of(cell.config)
+        return Numbers(grad_rms=rms, loss=2.0 if cell.lr < 0.1 or cell.arm != "plain" else 4.0)
+
+    findings = read([write_study(tmp_path, grid(lrs=(0.01, 0.1), seeds=(0,)), numbers)])
+    assert has(findings, "Gradients of plain", "at learning rate 0.01 from about 400 million")
+    assert has(findings, "Gradients of steadied", "at learning rate 0.1 from about 40 million")
 
 
 def test_several_studies_are_told_apart(tmp_path: Path) -> None:

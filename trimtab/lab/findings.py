@@ -171,6 +171,7 @@ class Fit:
     spread: float  # decades: root mean square of what the fit leaves of single runs
     refits: tuple[tuple[float, ...], ...] = ()  # coefficients with a seed or a size left out
     backtest: Backtest | None = None
+    bounded: bool = False  # as in Result: these logits do not grow as a power of the size
 
     def predict(self, params: float) -> tuple[float, float, float]:
         """The value at a size, and the lowest and highest of the refits, each wider by `spread`."""
@@ -224,8 +225,8 @@ class Findings:
 
     @property
     def backtest_factors(self) -> list[float]:
-        """Of the attention logits, the best first."""
-        fits = [fit for fit in self.fits if fit.signal == "logit_max" and fit.backtest is not None]
+        """Of the attention logits where they are free to grow, the best first."""
+        fits = [fit for fit in self.fits if fit.signal == "logit_max" and not fit.bounded]
         return sorted(fit.backtest.factor for fit in fits if fit.backtest is not None)
 
     def to_json(self) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def _fit(key: tuple[str, str, float], signal: Signal, group: Sequence[Result]) -
         spread=_spread(points, coefficients),
         refits=tuple(_refits(points)),
         backtest=_backtest(sizes, values),
+        bounded=all(result.bounded for result in group),
     )
 
 

@@ -8,9 +8,9 @@
 
 FAILS is the part of what training gains that is lost again; the paper has no formal rule. Half of it suggests itself
 for large models, where a failing run ends near l0. Models of a few thousand weights never lose as much: without useful
-attention they still know which byte follows which. Measured on byte-level GPTs of 6, 25 and 147 thousand weights, rates
-up to 0.3: runs whose attention logits had exploded lost 7 to 29 percent, all others less than 5. A rate below the best
-one that is as bad has learned too slowly; it does not fail.
+attention they still know which byte follows which. Measured on the default study (byte-level GPTs of 6, 25 and 147
+thousand weights): runs whose attention logits had exploded lost 17 to 26 percent, steadied ones at most 6 at any rate,
+and one run, on the way, 7. A rate below the best one that is as bad has learned too slowly; it does not fail.
 """
 
 import math
@@ -23,7 +23,7 @@ import numpy as np
 from trimtab.lab.findings import Comparison, Curve, Result, Slope
 from trimtab.lab.words import plural, say_rates
 
-FAILS = 0.06
+FAILS = 0.1
 DECADES = 3.0
 _ROUNDING = 0.02  # decades: 3e-4 ... 0.3 is a window of three even where it was written as 0.00031
 

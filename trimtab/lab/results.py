@@ -30,6 +30,7 @@ from trimtab.watch.spikes import PAPER, Floats, find_peak, loss_spans
 SNAPSHOT = (0.05, 0.1)
 TAIL = 0.1
 MOST_POINTS = 400  # of a training curve
+ABSURD = 1e30  # a loss like this is as good as infinite, and sums of such overflow
 _SIGNALS = ("grad_rms", "update_rms")
 _NO_EPS = ("lion", "sgd")  # optimizers that do not divide
 
@@ -170,7 +171,8 @@ def _evaluations(run: Run) -> Points:
         if event["event"] == "resumed":
             found = {at: loss for at, loss in found.items() if at <= step}
         else:
-            found[step] = _float(event.get("loss"))
+            loss = _float(event.get("loss"))
+            found[step] = loss if abs(loss) < ABSURD else math.nan
     return tuple(sorted(found.items()))
 
 

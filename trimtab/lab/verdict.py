@@ -221,7 +221,8 @@ def _eps(findings: Findings, study: str, arms: Sequence[str]) -> list[str]:
     says = []
     for arm in arms:
         near = [f for f in findings.forecasts if (f.study, f.arm, f.signal) == (study, arm, "grad_rms")]
-        near = [f for f in near if f.fails_at is not None]
+        seen = {f.lr for f in _forecasts(findings, study, arm) if f.seen}  # what fails anyway needs no other reason
+        near = [f for f in near if f.fails_at is not None and f.lr not in seen]
         if near:
             first = min(near, key=lambda f: f.fails_at or 0)
             says.append(
@@ -233,7 +234,7 @@ def _eps(findings: Findings, study: str, arms: Sequence[str]) -> list[str]:
 
 
 def _backtests(findings: Findings, study: str) -> list[str]:
-    fits = [f for f in findings.fits if (f.study, f.signal) == (study, "logit_max") and f.backtest is not None]
+    fits = [f for f in findings.fits if (f.study, f.signal) == (study, "logit_max") and not f.bounded]
     factors = sorted((f.backtest.factor, f.arm, f.lr) for f in fits if f.backtest is not None)
     if not factors:
         return []
@@ -253,7 +254,8 @@ def _missing(findings: Findings) -> list[str]:
     says = [f"{unfinished} of {plural(len(findings.results), 'cell')} are not in this."] if unfinished else []
     if findings.curves and all(max(curve.seeds) < 2 for curve in findings.curves):
         says.append("There is one seed only; a second would tell how much of the differences is chance.")
-    return says + ([f"There are {plural(len(findings.notes), 'note')} on what was read."] if findings.notes else [])
+    are = "is" if len(findings.notes) == 1 else "are"
+    return says + ([f"There {are} {plural(len(findings.notes), 'note')} on what was read."] if findings.notes else [])
 
 
 # --- Small things
