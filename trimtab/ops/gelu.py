@@ -134,7 +134,7 @@ def _register(device: str, kernel: Callable[[Tensor, Tensor | None], Tensor]) ->
     """float64 stays with the definition."""
 
     def forward(x: Tensor) -> Tensor:
-        return kernel(x, None) if x.dtype in FLOATS else gelu_reference(x)
+        return kernel(x.contiguous(), None) if x.dtype in FLOATS else gelu_reference(x)
 
     def backward(grad: Tensor, x: Tensor) -> Tensor:
         if x.dtype not in FLOATS:
