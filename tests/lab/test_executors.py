@@ -175,6 +175,18 @@ def test_a_worker_is_forked_with_torch_and_the_compiler_loaded(folder):
     assert {"trimtab.lab.executors.worker", "torch._dynamo"} == set(PRELOAD)
 
 
+def test_a_worker_does_not_import_the_script_that_started_it(folder, monkeypatch):
+    """It may have no `if __name__ == "__main__"`, and then each worker would start a sweep of its own."""
+    script = folder / "script.py"
+    script.write_text("raise SystemExit('imported')")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    executor, before = LocalExecutor(1), sys.modules["__main__"]
+    executor.submit(make_job(folder, "scripted", steps=1))
+    assert wait_long(executor) == Outcome("scripted", "done")
+    assert sys.modules["__main__"] is before
+
+
 # --- A worker
 
 

@@ -1,9 +1,10 @@
 """What a person sees of a sweep: a live table on a terminal, one line per finished cell elsewhere.
 
+    ━━━━━━━╺━━━━━━━━━━━━━━━━
+    2 of 10 cells, 1 running, about 4 min left
     size  arm       0.003  0.01  0.03   0.1   0.3
     3x64  plain     ✓2.25 ✓2.10 ▸2.35     ·     ·      ✓ complete, ▸ running, ✗ stopped early, ! failed, · waiting
     3x64  steadied      ·     ·     ·     ·     ·
-    ━━━━━━━╺━━━━━━━━━━━━━━━━  3 of 10 cells, 1 running, about 4 min left
 
 Where a running cell is, is read from the end of its log: that costs a few microseconds, and the worker nothing.
 """
@@ -242,7 +243,8 @@ def draw(study: Study, states: Mapping[str, State], slots: int, width: int) -> G
         for arm in study.arms:
             row = [draw_place(places[size.name, arm.name, lr], roomy) for lr in study.lrs]
             table.add_row(Text(size.name), Text(arm.name), *row)
-    return Group(table, *draw_foot(states, slots, width))
+    # First what must be seen: a screen that is too short cuts off the end.
+    return Group(*draw_head(states, slots, width), table)
 
 
 def draw_place(states: list[State], roomy: bool) -> Text:
@@ -256,7 +258,7 @@ def draw_place(states: list[State], roomy: bool) -> Text:
     return text
 
 
-def draw_foot(states: Mapping[str, State], slots: int, width: int) -> list[Any]:
+def draw_head(states: Mapping[str, State], slots: int, width: int) -> list[Any]:
     counts = [state.status for state in states.values()]
     ended = counts.count("done") + counts.count("reused") + counts.count("failed")
     part = ended + sum(state.share for state in states.values() if state.status == "running")

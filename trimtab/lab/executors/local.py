@@ -5,9 +5,6 @@
 A model of a few layers keeps one core busy and gains little from a second, so cells side by side are what fills a
 machine. A worker that runs out of memory or is killed takes nobody with it. When the sweep dies, whatever the way, its
 workers die too: nobody may write to a run that the next sweep goes on with.
-
-Python's fork server imports the main module of its parent, so a script that calls this needs the usual
-`if __name__ == "__main__":`.
 """
 
 import contextlib
@@ -15,8 +12,11 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
+import types
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -63,7 +63,8 @@ class LocalExecutor:
     def submit(self, job: Job) -> None:
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_main, args=(json.dumps(asdict(job)), theirs), name=f"cell {job.name}")
-        process.start()
+        with _without_main():
+            process.start()
         theirs.close()
         self.running[job.name] = _Running(job, process, ours)
 
@@ -97,6 +98,18 @@ class LocalExecutor:
         code = each.process.exitcode
         each.process.close()
         return outcome or Outcome(each.job.name, "lost", f"{_name_exit(code)}{_read_end(each.job.log)}")
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Python's workers import the main module of their parent: for nothing here, and without end where it is a script
+    that starts a sweep and has no `if __name__ == "__main__"`. What they do not see they do not import."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def count_cores() -> int:
