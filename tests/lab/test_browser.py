@@ -156,14 +156,17 @@ def test_a_dark_evening_changes_page_and_charts(visit: Visit) -> None:
     visit.wait(f"({colours})()[1] === {light[1]!r}")
 
 
-def test_text_can_be_read_on_its_ground_by_day_and_by_night(visit: Visit) -> None:
+def test_text_and_lines_stand_out_from_their_ground_by_day_and_by_night(visit: Visit) -> None:
     for scheme in ("dark", "light"):
         visit.page.emulate_media(color_scheme=scheme)
         script = "(name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim()"
-        for text in ("--ink", "--muted", "--accent", "--fail", "--good"):
+        needed = dict.fromkeys(("--ink", "--muted", "--accent", "--fail", "--good"), 4.5)
+        needed |= dict.fromkeys([f"--{name}-{i}" for name in ("size", "lr") for i in range(3)], 3.0)  # lines, not text
+        needed |= dict.fromkeys([f"--arm-{i}" for i in range(7)], 3.0)
+        for name, enough in needed.items():
             for ground in ("--paper", "--card"):
-                pair = [visit.page.evaluate(script, name) for name in (text, ground)]
-                assert contrast(*pair) >= 4.5, (scheme, text, ground, pair)
+                pair = [visit.page.evaluate(script, colour) for colour in (name, ground)]
+                assert contrast(*pair) >= enough, (scheme, name, ground, pair)
 
 
 def contrast(*colours: str) -> float:
@@ -180,9 +183,11 @@ def test_a_phone_never_scrolls_sideways(visit: Visit) -> None:
     visit.page.set_viewport_size(PHONE)
     visit.wait("[...document.querySelectorAll('.main-svg')].every((svg) => svg.getBoundingClientRect().width <= 360)")
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    labels = visit.page.locator("#learning-rates-0 .xtick text").all()
-    boxes = [box for label in labels if (box := label.bounding_box()) and label.text_content()]
-    assert all(a["x"] + a["width"] < b["x"] for a, b in pairwise(boxes))
+    for chart in ("learning-rates-0", "logits-0"):
+        labels = visit.page.locator(f"#{chart} .xtick text").all()
+        boxes = [box for label in labels if (box := label.bounding_box()) and label.text_content()]
+        assert len(boxes) >= 3
+        assert all(a["x"] + a["width"] < b["x"] for a, b in pairwise(boxes))
     visit.page.set_viewport_size(DESKTOP)
     visit.wait("document.querySelector('#sensitivity-0 .main-svg').getBoundingClientRect().width > 700")
 

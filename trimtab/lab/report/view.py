@@ -18,7 +18,7 @@ from trimtab.lab.report.words import count, html, label, number
 ARMS = 7  # colours of style.css
 _RAMPS = {
     "size": (("#2fa08f", "#1f78a4", "#34358a", "#1d1440"), ("#5b83d6", "#41b8c4", "#9fe3b1", "#f4f7c5")),
-    "lr": (("#c98a12", "#d65f1f", "#b52a5d", "#5b1a70"), ("#9a78e0", "#e2679a", "#fb9d5c", "#ffe27a")),
+    "lr": (("#bf8210", "#d65f1f", "#b52a5d", "#5b1a70"), ("#9a78e0", "#e2679a", "#fb9d5c", "#ffe27a")),
 }
 Figure = dict[str, Any]
 Panel = tuple[str, str]  # study, arm
