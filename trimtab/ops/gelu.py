@@ -3,9 +3,9 @@
     y = x/2 * (1 + tanh(z/2)) = x * s        s = sigmoid(z)        z = sqrt(8/pi) * (x + 0.044715 x^3)
     dy/dx = s * (1 + x z' (1 - s))
 
-As a logistic function it takes one exponential, and nothing cancels where x is negative: 1 + tanh(z/2) has lost every
-digit at x = -5. PyTorch's own takes 18 % of a small GPT's step on a CPU, because its tanh is computed with care and
-one value after the other; docs/log.md has the numbers. Backward needs x and nothing else.
+As a logistic function it takes one exponential, and nothing cancels where x is negative: 1 + tanh(z/2) has lost
+every digit at x = -6. PyTorch's own takes 18 % of a small GPT's step on a CPU; docs/log.md has the numbers. Backward
+needs x and nothing else.
 
 At -Inf the value and its slope are 0, their limits. The kernels stay within a millionth of the exact value, down to
 x = -10, where s leaves the normal numbers and counts as 0.
