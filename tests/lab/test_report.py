@@ -298,6 +298,13 @@ def test_hostile_names_stay_text_in_charts(findings: Findings) -> None:
     assert tags == {"<b>", "</b>", "<br>", "<extra>", "</extra>"}
 
 
+def test_names_that_are_no_text_make_a_page_all_the_same(findings: Findings, tmp_path: Path) -> None:
+    odd = [replace(run, name="bytes\udcff\x00\n", arm="bytes\udcff") for run in findings.results]
+    page = write_report(replace(findings, results=tuple(odd)), tmp_path)
+    assert "bytes\\udcff" in page.read_text()
+    assert "bytes\\udcff" in (tmp_path / "cells.csv").read_text()
+
+
 def test_the_policy_lets_only_our_two_scripts_run(findings: Findings) -> None:
     text = render(findings, Path("report.html"), commands=(), plotly="var Plotly = 1;")
     page = Page(text)
@@ -325,12 +332,14 @@ def test_a_label_is_one_escaped_line_of_bounded_length() -> None:
     assert len(label("x" * 1000)) == 60
 
 
-@pytest.mark.parametrize("name", ["javascript:alert(1)", "a b#c?d%20", 'x"><script>', "../up", "ünïcode"])
+@pytest.mark.parametrize(
+    "name", ["javascript:alert(1)", "a b#c?d%20", 'x"><script>', "../up", "ünïcode", "bytes\udcff"]
+)
 def test_a_link_leads_to_the_file_and_is_never_a_script(name: str) -> None:
     address = link(Path(name) / "log.jsonl")
     assert address.startswith("./")
     assert not set('"<> #?') & set(address)
-    assert unquote(address) == f"./{name}/log.jsonl"
+    assert unquote(address, errors="surrogateescape") == f"./{name}/log.jsonl"
 
 
 # --- Files

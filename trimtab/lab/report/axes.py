@@ -91,15 +91,20 @@ def loss_axis(ends: Range) -> dict[str, Any]:
         return axis(range=list(ends), nticks=6)
     if ends[1] / ends[0] > 100:
         return value_axis(ends)
-    rough = (ends[1] - ends[0]) / 14
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(times * power for times in (1, 2, 2.5, 5, 10) if times * power >= rough)
-    ticks = [step * i for i in range(math.ceil(ends[0] / step), int(ends[1] / step) + 1)]
+    power = 10.0 ** math.floor(math.log10(ends[1] - ends[0]))
+    steps = (times * power for times in (5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02))
+    ticks = next((found for step in steps if len(found := _multiples(step, ends)) >= 4), list(ends))
+    return log_axis(ends, ticks, say=lambda x: number(x, 6))
+
+
+def _multiples(step: float, ends: Range) -> list[float]:
+    """Those of a step between two ends that keep a distance on a logarithmic axis, from the largest down."""
     kept: list[float] = []
-    for x in reversed(ticks):
-        if x > 0 and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 9):
+    for i in range(int(ends[1] / step), math.ceil(ends[0] / step) - 1, -1):
+        x = step * i
+        if x > 0 and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 12):
             kept.append(x)
-    return log_axis(ends, sorted(kept), say=lambda x: number(x, 6))
+    return kept[::-1]
 
 
 def roomy(low: float, high: float) -> Range:

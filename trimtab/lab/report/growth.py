@@ -15,6 +15,7 @@ from trimtab.lab.report.words import between, count, number
 
 FARTHEST = 1e4  # times the largest size: forecasts beyond are not drawn
 NAMES: dict[Signal, str] = {"logit_max": "largest attention logit", "grad_rms": "gradient RMS"}
+ENDS: dict[Signal, str] = {"logit_max": "forecast to fail", "grad_rms": "forecast to come near ε"}
 _DRAWN = 40  # points of a fitted line
 
 
@@ -152,7 +153,7 @@ def _forecast(view: View, x: Forecast, limit: float) -> dict[str, Any]:
     high = x.high if x.high is not None and math.isfinite(x.high) else at * FARTHEST
     low = x.low if x.low is not None and x.low > 0 else at
     spread = between(x.low, x.high, count)
-    said = f"<b>learning rate {number(x.lr)}: forecast to fail</b><br>at {count(at, 2)} parameters"
+    said = f"<b>learning rate {number(x.lr)}: {ENDS[x.signal]}</b><br>at {count(at, 2)} parameters"
     return {
         "type": "scatter",
         "mode": "markers",

@@ -120,7 +120,7 @@ def _growth(view: View, figures: dict[str, Figure], section: str, signal: Signal
         ("━", "fit"),
         ("━", growth.limit_words(view, signal), "fail"),
         ("╌", "beyond the models that were trained"),
-        ("◆", "forecast to fail"),
+        ("◆", growth.ENDS[signal]),
         ("□", "back-test: the largest size as the smaller ones foretold it"),
     )
     critical = view.findings.critical

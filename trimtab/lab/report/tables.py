@@ -69,7 +69,7 @@ def forecasts(view: View, signal: Signal) -> str:
     """What fails at which size; those that do not, in one line each arm."""
     ahead = [x for x in view.findings.forecasts if x.signal == signal]
     rows = [_forecast_row(view, x) for x in ahead if x.fails_at is not None]
-    head = ("Learning rate", "Arm", "Fails at", "Why")
+    head = ("Learning rate", "Arm", "Fails at" if signal == "logit_max" else "Near ε at", "Why")
     listed = folded("Expected of larger models", head, rows)
     calm: dict[str, list[str]] = {}
     for x in ahead:

@@ -7,7 +7,7 @@ own), `script` for data inside a <script>, `link` for addresses.
 
 import json
 import math
-import os.path
+import os
 from html import escape
 from pathlib import Path, PurePath
 from typing import Any
@@ -39,7 +39,7 @@ def script(data: Any) -> str:
 
 def link(path: PurePath) -> str:
     """A relative address. `./` in front, so that a folder called `javascript:` is a folder."""
-    return html("./" + quote(path.as_posix().removeprefix("./")))
+    return html("./" + quote(os.fsencode(path.as_posix().removeprefix("./"))))
 
 
 def relative(path: Path, folder: Path) -> PurePath | None:
