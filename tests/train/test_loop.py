@@ -282,8 +282,19 @@ def test_three_bad_evaluations_in_a_row_end_the_run(tmp_path, monkeypatch):
     scripted(monkeypatch, [2.0, 4.1, 3.9, 4.1, float("nan"), 5.0])
     result = go(tiny(tmp_path, steps=30, eval_every=2), tmp_path / "run")
     assert (result["why"], result["step"]) == ("diverged", 10)
-    assert read_events(tmp_path / "run", "stopped")[0]["reason"] == "three evaluations in a row above 4.0000"
+    assert read_events(tmp_path / "run", "stopped")[0]["reason"].startswith("3 evaluations in a row above 2.0")
     assert json.loads((tmp_path / "run" / "result.json").read_text())["why"] == "diverged"
+
+
+def test_many_bad_steps_in_a_row_end_the_run_before_its_evaluations_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "HOPELESS_STEPS", 5)
+    scripted(monkeypatch, [0.5] * 9)  # training is at 5 and more, all the time
+    result = go(tiny(tmp_path, steps=30, eval_every=30), tmp_path / "run")
+    assert (result["why"], result["step"]) == ("diverged", 5)
+    broken = go(tiny(tmp_path, steps=4, checkpoint_every=4), tmp_path / "half")
+    assert broken["why"] == "done"
+    state = json.loads((tmp_path / "half/checkpoints/step-00000004/state.json").read_text())
+    assert state["progress"]["bad_steps"] == 4
 
 
 def test_a_run_may_be_told_to_go_on_regardless(tmp_path, monkeypatch):

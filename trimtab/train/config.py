@@ -119,7 +119,7 @@ class RunConfig:
     parallel: Parallel = "ddp"  # where there is more than one process
     threads: int | None = None  # None: PyTorch's choice
     stop_after_skips: int = 10  # steps in a row whose loss is not finite
-    diverged_at: float | None = 2.0  # stop when three evaluations in a row are above this times the first one
+    diverged_at: float | None = 2.0  # stop when 3 evaluations or 100 steps in a row are above this times the first one
 
     def __post_init__(self) -> None:
         _check_choices(self)

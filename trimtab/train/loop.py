@@ -33,6 +33,8 @@ from trimtab.train.tensorboard import Board
 from trimtab.train.watcher import Watcher
 from trimtab.watch import Alarm
 
+# In a row, above `diverged_at` times the first validation loss: such a run is over.
+HOPELESS_EVALUATIONS, HOPELESS_STEPS = 3, 100
 MOST_RETURNS = 3  # to one checkpoint; what still goes wrong then, goes wrong without this batch too
 
 
@@ -54,7 +56,8 @@ class Progress:
     clock: Clock = field(default_factory=Clock)
     best_loss: float | None = None  # on validation
     first_loss: float | None = None
-    bad_evaluations: int = 0
+    bad_evaluations: int = 0  # in a row, above `diverged_at`
+    bad_steps: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -189,6 +192,8 @@ class _Run:
             if self.state.skipped_in_a_row >= config.stop_after_skips:
                 self._event("stopped", reason=f"{config.stop_after_skips} steps in a row without a finite loss")
                 return "not finite"
+            if self._hopeless(record["loss"]):
+                return "diverged"
             if self.watcher.wants_back and self._roll_back(self.watcher.wants_back):
                 continue
             signalled = self.here.any(asked.name is not None)
@@ -310,13 +315,22 @@ class _Run:
         self.evaluated = (state.clock.step, loss)
         if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss
-        if config.diverged_at is None:
-            return False
-        limit = config.diverged_at * state.first_loss
-        state.bad_evaluations = 0 if loss <= limit else state.bad_evaluations + 1
-        if state.bad_evaluations >= 3:
-            self._event("stopped", reason=f"three evaluations in a row above {limit:.4f}")
-        return state.bad_evaluations >= 3
+        bad = config.diverged_at is not None and not loss <= config.diverged_at * state.first_loss
+        state.bad_evaluations = state.bad_evaluations + 1 if bad else 0
+        return self._gives_up(state.bad_evaluations, HOPELESS_EVALUATIONS, "evaluations")
+
+    def _hopeless(self, loss: float) -> bool:
+        """Between evaluations, which may be far apart, the training loss tells."""
+        state, limit = self.state, self.config.diverged_at
+        bad = limit is not None and state.first_loss is not None and not loss <= limit * state.first_loss
+        state.bad_steps = state.bad_steps + 1 if bad else 0
+        return self._gives_up(state.bad_steps, HOPELESS_STEPS, "steps")
+
+    def _gives_up(self, count: int, most: int, what: str) -> bool:
+        if count >= most:
+            reason = f"{most} {what} in a row above {self.config.diverged_at} times the first validation loss"
+            self._event("stopped", reason=reason)
+        return count >= most
 
     def _record(self, record: dict[str, Any]) -> None:
         before = self.log.trouble
