@@ -10,17 +10,17 @@ test: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
 
+# The default study and its page; run again, it goes on where it was stopped.
 lab: .venv/installed
-	$(BIN)/trimtab doctor
-	rm -rf runs/lab
-	$(BIN)/trimtab train gpt-tiny --out runs/lab
-	$(BIN)/trimtab sample runs/lab --tokens 200
+	$(BIN)/trimtab lab --out runs/lab
 
 bench: .venv/installed
 	$(BIN)/python -m bench.ops
 	$(BIN)/python -m bench.optim
 	$(BIN)/python -m bench.nn
 	$(BIN)/python -m bench.train
+	$(BIN)/python -m bench.watch
+	$(BIN)/python -m bench.lab
 
 # torch first and alone, so that nothing else can pick another one. The peers, whose states we read and whose speed we
 # compare with, come without their dependencies for the same reason.
