@@ -65,8 +65,10 @@ def main(full: bool = False, steps: int = 125, rounds: int = 3, slots: int | Non
 
 
 def sample(study: Study, steps: int) -> Study:
-    """Every size and arm; few learning rates, one seed, and short runs with as many evaluations for a step."""
-    return replace(study, base=with_steps(study.base, steps), lrs=SAMPLE_LRS, seeds=study.seeds[:1])
+    """Every size and arm; few learning rates, one seed, and short runs that spend the same share on evaluation."""
+    batches = max(1, round(study.base.eval_batches * steps / study.base.steps))
+    base = replace(with_steps(study.base, steps), eval_batches=batches)
+    return replace(study, base=base, lrs=SAMPLE_LRS, seeds=study.seeds[:1])
 
 
 def run_swept(study: Study, slots: int | None) -> tuple[float, dict[str, float]]:

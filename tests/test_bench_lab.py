@@ -34,4 +34,5 @@ def test_the_sample_keeps_every_size_and_arm():
     assert (few.sizes, few.arms) == (study.sizes, study.arms)
     assert {cell.config.steps for cell in few.cells()} == {50}
     assert set(few.lrs) <= set(study.lrs)
-    assert few.base.steps / few.base.eval_every == pytest.approx(study.base.steps / study.base.eval_every, rel=0.1)
+    shares = [(x.base.steps / x.base.eval_every + 1) * x.base.eval_batches / x.base.steps for x in (study, few)]
+    assert shares[1] == pytest.approx(shares[0], rel=0.1)  # of batches that are evaluated
