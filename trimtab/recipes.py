@@ -50,11 +50,11 @@ def gpt_lab() -> GPTRun:
         schedule=schedule,
         steps=steps,
         batch=batch,
-        eval_every=steps // 4,
+        eval_every=steps // 2,
         eval_batches=32,
         checkpoint_every=100,
         keep=1,
-        watch=WatchConfig(every=10),
+        watch=WatchConfig(every=steps // 20, deep_every=1, record_every=1),
         threads=1,
     )
 

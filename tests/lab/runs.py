@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.lab.sizes import parse_size
 from trimtab.lab.study import Arm, Cell, Study
 from trimtab.recipes import gpt_lab
-from trimtab.train.config import GPTRun, RunConfig, to_json
+from trimtab.train.config import GPTRun, RunConfig, WatchConfig, to_json
 from trimtab.train.log import versions as current_versions
 
 LOGIT, SLOPE, STEEP, CRITICAL, LOST, FIRST = 0.02, 0.8, 2.0, 150.0, 0.7, 5.8
@@ -54,7 +54,7 @@ def grid(
         name=name,
         question="Does it break?",
         subject="gpt-lab",
-        base=replace(gpt_lab(), steps=steps, eval_every=max(1, steps // 4)),
+        base=replace(gpt_lab(), steps=steps, eval_every=max(1, steps // 4), watch=WatchConfig(every=10)),
         sizes=tuple(parse_size(size) for size in sizes),
         lrs=tuple(lrs),
         arms=tuple(arms),

@@ -62,6 +62,7 @@ def with_steps(config: RunConfig, steps: int) -> RunConfig:
         eval_every=part(config.eval_every),
         optim=replace(config.optim, weight_decay=config.optim.weight_decay / share),
         schedule=replace(schedule, lr=lr, seqlen=seqlen, batch=batch),
+        watch=replace(config.watch, every=part(config.watch.every)),
     )
 
 

@@ -337,7 +337,7 @@ class _Run:
         self.log.step(**record)
         if self.log.trouble and not before:
             self.line.say(f"step {record['step']}  the log cannot be written: {self.log.trouble}; its lines wait")
-        totals = self.watcher.write(record["step"])
+        totals = self.watcher.write(record["step"], totals=self.board is not None)
         for alarm in self.watcher.alarms:
             self.line.say(str(alarm))
         if self.board is not None:

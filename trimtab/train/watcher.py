@@ -45,14 +45,16 @@ class Watcher:
     def step(self, loss: Tensor, grad_norm: float) -> None:
         self.alarms = self.watch.step(loss, grad_norm=grad_norm) if self.watch is not None else []
 
-    def write(self, step: int) -> dict[str, Any]:
-        """Put the step on record; returns its totals, where there was a look."""
+    def write(self, step: int, *, totals: bool = False) -> dict[str, Any]:
+        """Put the step on record; returns its totals, if they are asked for and there was a look."""
         for alarm in self.alarms:
             self.log.event("alarm", **alarm.to_json())
-        record = self.watch.record if self.watch is not None else {}
+        due = bool(self.alarms) or step % self.config.record_every == 0
+        # Cleaning a record takes as long as a small layer's step.
+        record = self.watch.record if self.watch is not None and (due or totals) else {}
         if record.get("step") != step:
             return {}
-        if self.alarms or step % self.config.record_every == 0:
+        if due:
             self.log.signals(record)
         return dict(record["totals"])
 

@@ -23,6 +23,7 @@ from trimtab.nn.tap import WRAPPERS, listen
 # Output logits are not among them: making them beside a chunked loss takes memory. Ask for them by name.
 DEFAULT = ("*.attention.logits", "*.attention.q", "*.attention.k", "*.out", "logz", "*.logz")
 Key = tuple[str, str]  # layer, statistic
+ENTROPY_AT_ONCE = 2**20  # logits
 
 
 class Ear:
@@ -143,6 +144,7 @@ def combine(means: Sequence[Key], maxima: Sequence[Key], rows: Tensor) -> Tensor
 
 
 def _entropy(z: Tensor) -> Tensor:
-    """Mean entropy of the rows, one sequence at a time: the whole would take as much memory as the logits again."""
-    parts = [torch.special.entr(part.float().softmax(-1)).sum(-1).mean() for part in z]
-    return torch.stack(parts).mean()
+    """Mean entropy of the rows, some sequences at a time: all at once would take as much memory as the logits again."""
+    rows = max(1, ENTROPY_AT_ONCE // max(1, z[0].numel()))
+    parts = [torch.special.entr(part.float().softmax(-1)).sum(-1).sum() for part in z.split(rows)]
+    return torch.stack(parts).sum() / z[..., 0].numel()
