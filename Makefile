@@ -11,7 +11,7 @@ test: .venv/installed
 	$(BIN)/pytest -n 2
 
 # The default study and its page; run again, it goes on where it was stopped.
-lab: .venv/installed
+lab: .venv/ready
 	$(BIN)/trimtab lab --out runs/lab
 
 bench: .venv/installed
@@ -22,12 +22,17 @@ bench: .venv/installed
 	$(BIN)/python -m bench.watch
 	$(BIN)/python -m bench.lab
 
-# torch first and alone, so that nothing else can pick another one. The peers, whose states we read and whose speed we
-# compare with, come without their dependencies for the same reason.
-.venv/installed: $(SOURCES)
+# torch first and alone, so that nothing else can pick another one.
+.venv/ready: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[lab]'
+	touch $@
+
+# What tests and benchmarks need besides. The peers, whose states we read and whose speed we compare with, come without
+# their dependencies: they must not choose the torch either.
+.venv/installed: .venv/ready
+	$(BIN)/pip install --quiet -c constraints.txt 'trimtab[dev]'
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi
 	touch $@
 

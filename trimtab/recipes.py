@@ -37,7 +37,7 @@ def gpt_small() -> GPTRun:
 
 def gpt_lab() -> GPTRun:
     """Three layers of 64 over bytes, with nothing to steady it: what `trimtab lab` trains at many sizes and rates."""
-    steps, batch, context = 500, 16, 64
+    steps, batch, context = 400, 16, 64
     schedule = ScheduleConfig(
         lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5),
         seqlen=SeqLenWarmup(start=context, end=context, steps=1, multiple=8),
@@ -54,7 +54,7 @@ def gpt_lab() -> GPTRun:
         eval_batches=32,
         checkpoint_every=100,
         keep=1,
-        watch=WatchConfig(every=steps // 20, deep_every=1, record_every=1),
+        watch=WatchConfig(every=steps // 50, deep_every=1, record_every=1),
         threads=1,
     )
 

@@ -54,7 +54,7 @@ def grid(
         name=name,
         question="Does it break?",
         subject="gpt-lab",
-        base=replace(gpt_lab(), steps=steps, eval_every=max(1, steps // 4), watch=WatchConfig(every=10)),
+        base=replace(gpt_lab(), steps=steps, eval_every=max(1, steps // 4), watch=WatchConfig(every=max(1, steps // 50))),
         sizes=tuple(parse_size(size) for size in sizes),
         lrs=tuple(lrs),
         arms=tuple(arms),

@@ -42,7 +42,7 @@ def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
     assert result.logit_max == pytest.approx(40.0)
     assert result.logit_step == SNAPSHOT[1] * 100
     assert result.grad_rms == pytest.approx(1e-4)
-    assert (result.out_rms, result.logz[-1], len(result.logits)) == (2.5, (100, 6.0), 10)
+    assert (result.out_rms, result.logz[-1], len(result.logits)) == (2.5, (100, 6.0), 50)
     assert not result.bounded
 
 
@@ -50,11 +50,11 @@ def test_the_snapshot_is_a_mean_over_early_looks_and_not_the_end(tmp_path: Path)
     config = replace(SMALL.cells()[1].config, steps=200)
     folder = write_run(tmp_path / "run", config, logit=8.0)
     lines = [json.loads(line) for line in (folder / "signals.jsonl").read_text().splitlines()]
-    for line, logit in zip(lines, [9.0, 32.0, *[1e6] * 18], strict=True):
+    for line, logit in zip(lines, [*[2.0] * 3, 8.0, 16.0, 32.0, *[1e6] * 94], strict=True):
         line["layers"]["transformer.blocks.0.attention"]["logit_max"] = logit
     (folder / "signals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = read([folder]).results[0]
-    assert (result.logit_max, result.logit_step) == (pytest.approx(32.0), 20)
+    assert (result.logit_max, result.logit_step) == (pytest.approx(16.0), 12)
     assert result.logits[-1] == (200, 1e6)
 
 
@@ -64,7 +64,7 @@ def test_a_run_that_stopped_before_the_snapshot_has_its_last_look_taken(tmp_path
     lines = (folder / "signals.jsonl").read_text().splitlines(keepends=True)
     (folder / "signals.jsonl").write_text("".join(lines[:3]))
     result = read([folder]).results[0]
-    assert (result.status, result.logit_max, result.logit_step) == ("stopped", 300.0, 30)
+    assert (result.status, result.logit_max, result.logit_step) == ("stopped", 300.0, 6)
     assert result.loss == math.inf
 
 
