@@ -50,11 +50,12 @@ def grid(
     steps: int = 100,
     name: str = "planted",
 ) -> Study:
+    looks = WatchConfig(every=max(1, steps // 50))
     return Study(
         name=name,
         question="Does it break?",
         subject="gpt-lab",
-        base=replace(gpt_lab(), steps=steps, eval_every=max(1, steps // 4), watch=WatchConfig(every=max(1, steps // 50))),
+        base=replace(gpt_lab(), steps=steps, eval_every=max(1, steps // 4), watch=looks),
         sizes=tuple(parse_size(size) for size in sizes),
         lrs=tuple(lrs),
         arms=tuple(arms),
