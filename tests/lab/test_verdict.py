@@ -1,5 +1,6 @@
 """The verdict says what was run and no more."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,12 @@ def test_the_headline_says_what_breaks_where_and_what_holds(law: Findings) -> No
         "Plain breaks at learning rate 0.1 at 147 thousand parameters, and by the fit at 0.03"
     )
     assert "steadied (qk-norm, z-loss=1e-4) holds up to learning rate 0.3" in law.verdict[0]
+
+
+def test_a_rate_that_breaks_every_size_is_no_matter_of_size(tmp_path: Path) -> None:
+    study = grid(lrs=(0.01, 0.1, 1.0), arms=ARMS[1:], seeds=(0,))
+    broken = write_study(tmp_path, study, lambda cell: replace(planted(cell), loss=4.0 if cell.lr == 1 else 2.0))
+    assert read([broken]).verdict[0].endswith("holds up to learning rate 0.1 and breaks at 1 at every size.")
 
 
 def test_arms_are_compared_at_the_largest_size_with_a_range(law: Findings) -> None:

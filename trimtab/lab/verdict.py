@@ -96,7 +96,12 @@ def _fate(findings: Findings, curves: Sequence[Curve], arm: str) -> str:
         text = f"holds up to learning rate {say_rate(largest.lrs[-1])} at {_size(largest)}"
     else:
         worst = min(failing, key=lambda curve: (curve.failing_lr or 0, curve.params or 0))
-        text = f"breaks at learning rate {say_rate(worst.failing_lr or 0)} {_from(worst, largest)}"
+        rate = worst.failing_lr or 0
+        held = [lr for lr in largest.lrs if lr < rate]
+        if held and len(own) > 1 and {curve.failing_lr for curve in own} == {rate}:
+            text = f"holds up to learning rate {say_rate(held[-1])} and breaks at {say_rate(rate)} at every size"
+        else:
+            text = f"breaks at learning rate {say_rate(rate)} {_from(worst, largest)}"
     ahead = [x for x in _forecasts(findings, largest.study, arm) if not x.seen and x.fails_at is not None]
     if ahead:
         lowest = min(ahead, key=lambda forecast: forecast.fails_at or math.inf)
