@@ -54,7 +54,7 @@ def gpt_lab() -> GPTRun:
         eval_batches=32,
         checkpoint_every=100,
         keep=1,
-        watch=WatchConfig(every=steps // 50, deep_every=1, record_every=1),
+        watch=WatchConfig(every=steps // 25, deep_every=1, record_every=1),
         threads=1,
     )
 

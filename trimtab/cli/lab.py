@@ -115,20 +115,20 @@ def _change(study: "Study", **given: Any) -> "Study":
 
 
 def _folder_name(study: "Study") -> str:
+    """The same study has the same folder, so that the same command goes on with it."""
     from trimtab.lab.study import slug
 
-    return (
-        "lab"
-        if study.name == "default" and study.subject == "gpt-lab"
-        else f"lab-{slug(study.name)}" + ("" if study.subject == "gpt-lab" else f"-{slug(study.subject)}")
-    )
+    names = [study.name] * (study.name != "default") + [study.subject] * (study.subject != "gpt-lab")
+    return "-".join(["lab", *map(slug, names)])
 
 
 def _run(study: "Study", out: str, executor: str, workers: int | None, command: str) -> int:
     """Sweep, read, write the page, say the verdict."""
     from trimtab.lab.executors import make_executor
+    from trimtab.lab.report.page import load_drawing
     from trimtab.lab.sweep import sweep
 
+    load_drawing()
     cells = study.cells()
     minutes = f", about {study.minutes:.0f} minutes on two cores" if study.minutes else ""
     print(f"{study.question}\n{len(cells)} runs{minutes}, into {out}\n")

@@ -10,8 +10,8 @@ Wortsman et al. 2023b take the logits of step 2,000 of 100,000, in the middle of
 tenth: too early. Measured on GPTs of 6, 25 and 147 thousand weights, warmed up over 25 of 500 steps, the two smaller
 predict the logits of the largest within 1.4x at all learning rates when looked at in steps 20 and 30, within 5x in
 steps 50 to 80, and not at all after a third of the run, when failing runs have levelled off. In steps 20 and 30 runs
-that will fail are at 114 and above, those that will not at 47 and below. One look is a maximum over one batch, so
-several are averaged. A run that stopped before has its last look taken.
+that will fail are at 114 and above, those that will not at 47 and below; up to step 40 both are as good. One look is a
+maximum over one batch, so several are averaged. A run that stopped before has its last look taken.
 """
 
 import json
@@ -28,7 +28,7 @@ from trimtab.watch.analysis import loss_ratios, losses_of
 from trimtab.watch.folder import Run, read_run
 from trimtab.watch.spikes import PAPER, Floats, find_peak, loss_spans
 
-SNAPSHOT = (0.03, 0.06)
+SNAPSHOT = (0.03, 0.08)
 TAIL = 0.1
 MOST_POINTS = 400  # of a training curve
 ABSURD = 1e30  # a loss like this is as good as infinite, and sums of such overflow

@@ -41,10 +41,13 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
         raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
     golden = 0.6180339887498949  # its multiples fill the unit interval evenly
     full = _DEFAULTS | {"noise": steps.double() * golden % 1} | columns
-    values = [
-        torch.as_tensor(full[name], dtype=torch.float64, device=steps.device).expand(steps.shape) for name in SCALARS
-    ]
-    return torch.stack(values, dim=1).float()
+    # Most columns are one number for all tensors: those go in at once, and the rest column by column.
+    shared = [0.0 if isinstance(full[name], Tensor) else full[name] for name in SCALARS]
+    table = torch.tensor(shared, dtype=torch.float64, device=steps.device).repeat(len(steps), 1)
+    for place, name in enumerate(SCALARS):
+        if isinstance(full[name], Tensor):
+            table[:, place] = full[name]
+    return table.float()
 
 
 def adamw(

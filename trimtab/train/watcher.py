@@ -50,9 +50,11 @@ class Watcher:
         for alarm in self.alarms:
             self.log.event("alarm", **alarm.to_json())
         due = bool(self.alarms) or step % self.config.record_every == 0
-        # Cleaning a record takes as long as a small layer's step.
-        record = self.watch.record if self.watch is not None and (due or totals) else {}
-        if record.get("step") != step:
+        # Asked for only where there is one: cleaning a record takes as long as a small layer's step.
+        if self.watch is None or step % self.config.every or not (due or totals):
+            return {}
+        record = self.watch.record
+        if record.get("step") != step:  # it has switched itself off
             return {}
         if due:
             self.log.signals(record)

@@ -9,10 +9,12 @@ A worker imports this module and with it torch; nothing here runs a torch operat
 may be forked after the import.
 """
 
+import ctypes
 import io
 import shutil
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -22,12 +24,14 @@ from trimtab.train import CheckpointError, Checkpoints, RunConfig, RunError, res
 from trimtab.train.config import from_json
 from trimtab.train.processes import Processes
 
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 # What a run leaves in its folder; temporary files begin with a dot.
 _OURS = {"config.json", "log.jsonl", "signals.jsonl", "events.jsonl", "result.json", "checkpoints", "tensorboard"}
 
 
 def work(job: Job) -> Outcome:
     """Run a cell; whatever it raises becomes its outcome."""
+    keep_memory()
     try:
         why = run_cell(Path(job.folder), from_json(job.config))
         if job.url is not None and why == "done":
@@ -38,6 +42,16 @@ def work(job: Job) -> Outcome:
     except Exception as error:
         traceback.print_exc()
         return Outcome(job.name, "raised", _describe(error))
+
+
+def keep_memory() -> None:
+    """Tell glibc to keep what is freed. By default it hands megabytes back to the kernel at every step and gets them
+    again page by page, for which processes side by side wait on each other: two workers are 1.3 times as fast without.
+    """
+    with suppress(OSError, AttributeError):  # other systems have other allocators
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20)):
+            mallopt(option, value)
 
 
 def run_cell(folder: Path, config: RunConfig) -> str:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from trimtab.data.extras import load_extra
 from trimtab.lab.findings import Findings, Signal
@@ -29,11 +30,16 @@ def write_report(findings: Findings, out: Path, *, commands: Sequence[str] = ())
     what is missing, never an error.
     """
     page = out if out.suffix in (".html", ".htm") else out / "report.html"
-    plotly = load_extra("plotly.offline", extra="lab", purpose="the report").get_plotlyjs()
+    plotly = load_drawing().get_plotlyjs()
     page.parent.mkdir(parents=True, exist_ok=True)
     files.write_data(findings, page.parent)
     files.replace_text(page, render(findings, page, commands=commands, plotly=plotly))
     return page
+
+
+def load_drawing() -> Any:
+    """The package that draws. Who has hours of training before the page should ask for it first."""
+    return load_extra("plotly.offline", extra="lab", purpose="the report")
 
 
 def render(findings: Findings, page: Path, *, commands: Sequence[str], plotly: str) -> str:
