@@ -45,9 +45,8 @@ def work(job: Job) -> Outcome:
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep what is freed. By default it hands megabytes back to the kernel at every step and gets them
-    again page by page, for which processes side by side wait on each other: two workers are 1.3 times as fast without.
-    """
+    """Tell glibc to keep what is freed. By default it hands megabytes back to the kernel at every step, and gets them
+    again page by page: two workers side by side are 1.3 times as fast without that (docs/log.md)."""
     with suppress(OSError, AttributeError):  # other systems have other allocators
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20)):
