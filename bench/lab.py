@@ -1,6 +1,7 @@
 """The default study's wall time against the same cells in a plain PyTorch loop, on the same cores.
 
-    python -m bench.lab                  a sample: every size and both arms, three learning rates, fewer steps; minutes
+    python -m bench.lab                  a sample: every size and both arms, three learning rates; ten minutes on two cores
+    python -m bench.lab --steps 100      rougher: what a cell costs besides its steps weighs more
     python -m bench.lab --full           the whole study, once each way: about half an hour on two cores
 
 Plain: one process with PyTorch's default threads, one cell after the other, fused AdamW, the same model, batches,
@@ -38,7 +39,7 @@ from trimtab.train.processes import Processes
 SAMPLE_LRS = (1e-3, 1e-2, 1e-1)  # calm, best, and where the plain arm fails
 
 
-def main(full: bool = False, steps: int = 125, rounds: int = 3, slots: int | None = None) -> None:
+def main(full: bool = False, steps: int = 400, rounds: int = 2, slots: int | None = None) -> None:
     """Measure the sweep.
 
     Args:
