@@ -1,6 +1,6 @@
 """The default study's wall time against the same cells in a plain PyTorch loop, on the same cores.
 
-    python -m bench.lab                  a sample: every size and both arms, three learning rates; ten minutes on two cores
+    python -m bench.lab                  a sample: every size and both arms, three learning rates; ten minutes
     python -m bench.lab --steps 100      rougher: what a cell costs besides its steps weighs more
     python -m bench.lab --full           the whole study, once each way: about half an hour on two cores
 
