@@ -107,11 +107,16 @@ def write_json(path: Path, data: Any) -> dict[str, Any]:
 
 
 def replace_json(path: Path, data: Any) -> None:
-    """Write a JSON file anew: whoever reads sees the old one or the new one."""
+    replace_bytes(path, json.dumps(data, indent=1).encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Write a file anew: whoever reads sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
-        write_json(temporary, data)
+        with HashedWriter(temporary) as out:
+            out.write(data)
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -4,17 +4,15 @@ A spreadsheet takes a cell that begins with = + - @ for a formula, also in a nam
 an apostrophe in front, which spreadsheets hide. Numbers stay numbers.
 """
 
-import contextlib
 import csv
 import io
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.lab.findings import Findings, clean, rows_of_cells, rows_of_curves
-from trimtab.train.files import sync_folder
+from trimtab.train.files import replace_bytes
 
 NAMES = {
     "findings.json": "everything, as JSON",
@@ -61,19 +59,7 @@ def to_csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file anew: whoever reads sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(text.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no text
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    replace_bytes(path, text.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no text
 
 
 def _safe(value: Any) -> Any:
