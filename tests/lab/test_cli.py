@@ -61,6 +61,8 @@ def test_questions_switches_and_subjects_are_listed(capsys):
         (("--seeds", "0"), "has no seeds"),
         (("--steps", "0"), "--steps 0 is too few"),
         (("--lrs", "-1"), "is not a learning rate"),
+        (("--lrs", "1e300"), "is not a learning rate"),
+        (("--workers", "0"), "--workers 0 is too few"),
         (("--executor", "slurm"), "slurm"),
         (("nobody:nothing",), "nobody"),
         (("--lr", "0.1"), "Did you mean --lrs?"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -311,3 +312,11 @@ def test_sixty_runs_of_500_steps_are_read_in_seconds(tmp_path: Path) -> None:
     started = time.process_time()
     read([tmp_path])
     assert (time.process_time() - started) * 6 < 6  # 3 s on a quiet machine, twice that on a busy one
+
+
+def test_a_damaged_count_of_parameters_is_no_count(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", SMALL.cells()[0].config)
+    text = (folder / "config.json").read_text()
+    for wrong in ("-5", "0", "1e400", '"many"'):
+        (folder / "config.json").write_text(re.sub(r'"params": \d+', f'"params": {wrong}', text))
+        assert read([folder]).results[0].params != -5

@@ -75,10 +75,11 @@ def test_an_unknown_recipe_is_refused_with_the_one_that_was_meant():
 
 def test_a_shorter_run_keeps_its_shape():
     config = open_subject("gpt-lab")
-    fifth = with_steps(config, 100)
-    assert 5 * fifth.schedule.lr.warmup == config.schedule.lr.warmup
-    assert fifth.optim.weight_decay == pytest.approx(5 * config.optim.weight_decay)
-    assert 5 * fifth.eval_every == config.eval_every
+    quarter = with_steps(config, 100)
+    assert 4 * quarter.schedule.lr.warmup == config.schedule.lr.warmup
+    assert quarter.optim.weight_decay == pytest.approx(4 * config.optim.weight_decay)
+    assert 4 * quarter.eval_every == config.eval_every
+    assert 4 * quarter.watch.every == config.watch.every
     assert with_steps(config, config.steps) is config
     for name in RECIPES:
         assert with_steps(RECIPES[name](), 100).steps == 100

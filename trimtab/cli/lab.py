@@ -67,6 +67,8 @@ def _lab(words: list[str]) -> int:
         given = [name for name, x in (("--quick", quick), ("--study", study), ("--config", config)) if x]
         if len(given) > 1:
             refuse(f"{' and '.join(given)} are different studies; give one of them")
+        if workers is not None and workers < 1:
+            refuse(f"--workers {workers} is too few; try --workers 1, or leave it out for one per core")
         asked = guarded(lambda: _choose(subject, quick=quick, question=study, file=config))
         asked = guarded(lambda: _change(asked, sizes=sizes, lrs=lrs, arms=arms, seeds=seeds, steps=steps))
         where = out or str(Path("runs") / _folder_name(asked))
@@ -130,8 +132,8 @@ def _run(study: "Study", out: str, executor: str, workers: int | None, command: 
 
     load_drawing()
     cells = study.cells()
-    minutes = f", about {study.minutes:.0f} minutes on two cores" if study.minutes else ""
-    print(f"{study.question}\n{len(cells)} runs{minutes}, into {out}\n")
+    minutes = f", about {study.minutes:.0f} min on two cores" if study.minutes and study.minutes >= 1 else ""
+    print(f"{study.question}\n{len(cells)} {'run' if len(cells) == 1 else 'runs'}{minutes}, into {out}\n")
     summary = sweep(study, out, executor=make_executor(executor, workers))
     if summary.stopped:
         print(f"go on with: {command}")
@@ -152,12 +154,12 @@ def _write_page(folders: list[str], page: Path | None, commands: list[str], ques
     written = write_report(findings, page or places[0] / "report.html", commands=commands)
     if page is None:
         publish(folders[0], *(path.name for path in places[0].iterdir() if path.suffix in (".html", ".csv", ".json")))
-    print("\n" + "\n".join(findings.verdict))
+    print("\n" + "\n".join([*findings.verdict, *(f"note: {note}" for note in findings.notes)]))
     if question in QUESTIONS:
         marks = {True: "yes", False: "NO", None: "unknown"}
         checks = QUESTIONS[question].answer(findings)
         print("\n" + "\n".join(f"{marks[check.passed]:8}{check.claim}: {check.evidence}" for check in checks))
-    print(f"\nthe page: {written}")
+    print(f"\nthe page: {written}" + (f", copied to {folders[0]}" if page is None and "://" in folders[0] else ""))
 
 
 def _list() -> int:

@@ -79,7 +79,7 @@ def predict_size(findings: Findings, params: float, lr: float | None = None, arm
         critical=findings.critical,
         rates=rates,
         outcome=central.outcome if central is not None else "uncertain",
-        words=tuple(_words(findings.critical, arm, params, decades, span, rates)),
+        words=(*_words(findings.critical, arm, params, decades, span, rates), *_tested(findings, study, arm)),
     )
 
 
@@ -127,7 +127,9 @@ def _judge(
 ) -> tuple[Outcome, str]:
     failed = first_failure(findings.curves, study, arm, lr)
     if failed is not None and (failed.params or math.inf) <= params:
-        return "fails", f"it failed already at {say_count(failed.params or 0)} parameters"
+        rate = failed.failing_lr or lr
+        at = "it" if math.isclose(rate, lr, rel_tol=1e-6) else f"learning rate {say_rate(rate)}"
+        return "fails", f"{at} failed already at {say_count(failed.params or 0)} parameters"
     if logit is None:
         return "uncertain", why
     critical = findings.critical
@@ -153,7 +155,8 @@ def _predict(
     usable = [fit for fit in fits if len(fit.params) >= SIZES]
     if not usable:
         most = max((len(fit.params) for fit in fits), default=0)
-        return None, f"a prediction needs {SIZES} sizes, there are {most}" if fits else "no fit: nothing was logged"
+        nothing = "no attention logits were logged (docs/lab.md says how a model of your own gives them)"
+        return None, f"a prediction needs {SIZES} sizes, there are {most}" if fits else nothing
     same = [fit for fit in usable if math.isclose(fit.lr, lr, rel_tol=1e-6)]
     if same:
         return same[0].predict(params), ""
@@ -193,3 +196,16 @@ def _words(
     words.append(f"The critical attention logit is {say_number(critical.value)}: {critical.why}.")
     words.append("Only attention logits and the gradient's distance to eps were looked at.")
     return words
+
+
+def _tested(findings: Findings, study: str, arm: str) -> list[str]:
+    """How far the same kind of prediction was off where it could be checked."""
+    mine = [f for f in findings.fits if (f.study, f.arm, f.signal) == (study, arm, "logit_max") and not f.bounded]
+    factors = sorted(fit.backtest.factor for fit in mine if fit.backtest is not None)
+    if not factors:
+        return []
+    middle, worst = factors[len(factors) // 2], factors[-1]
+    return [
+        "Checked where it can be: the largest size, predicted from the smaller ones, was off by a factor of "
+        f"{middle:.1f} in the middle of {len(factors)} learning rates and of {worst:.1f} at worst."
+    ]

@@ -95,7 +95,7 @@ def _told(empty: Result, facts: Mapping[str, Any], place: Place) -> Result:
         size=place.size or (f"{depth}x{width}" if depth is not None else f"{params} parameters"),
         lr=place.lr if math.isfinite(place.lr) else lr,
         seed=place.seed if place.seed is not None else seed or 0,
-        params=params,
+        params=params if params and params > 0 else None,
         depth=depth,
         width=width,
         planned=_whole(config.get("steps")) or 0,

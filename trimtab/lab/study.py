@@ -177,7 +177,7 @@ def check_grid(study: Study) -> None:
             raise ConfigError(f"study {study.name!r} has no {name}, so there is nothing to run; give at least one")
     keys: dict[str, Sequence[Any]] = {name: [getattr(v, "name", v) for v in values] for name, values in axes.items()}
     for lr in study.lrs:
-        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 1e-20 < lr < 1e20:
             raise ConfigError(f"lrs: {lr!r} is not a learning rate; try numbers above zero, such as 0.001")
     for seed in study.seeds:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:

@@ -241,7 +241,7 @@ def _write_study(study: Study, store: Store) -> None:
 def _difference(theirs: Any, mine: Any, name: str = "") -> str:
     """The first thing that two studies do not share."""
     if isinstance(theirs, dict) and isinstance(mine, dict):
-        for key in dict.fromkeys([*mine, *theirs]):
+        for key in sorted(dict.fromkeys([*mine, *theirs]), key=lambda key: key != "steps"):  # much follows from steps
             if theirs.get(key) != mine.get(key):
                 return _difference(theirs.get(key), mine.get(key), f"{name}.{key}" if name else key)
     return f"{name} is {_short(theirs)} there and {_short(mine)} here"

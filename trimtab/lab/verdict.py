@@ -60,7 +60,8 @@ def _nothing(findings: Findings) -> list[str]:
 def _study(findings: Findings, source: Source) -> list[str]:
     curves = [curve for curve in findings.curves if curve.study == source.name]
     if not curves:
-        return ["no run has finished"]
+        broken = any(result.finished for result in findings.results if result.study == source.name)
+        return ["Every run broke: there is no finite loss." if broken else "No run has finished."]
     arms = list(dict.fromkeys(curve.arm for curve in curves))
     says = [_headline(findings, source, curves, arms), *_sensitivity(findings, curves, arms)]
     says += [*_cause(findings, curves, arms), *_cure(curves, arms), *_prediction(findings, source.name, arms)]

@@ -211,6 +211,9 @@ class _Run:
             self.checkpoints.mark_best(*self.evaluated)
         else:
             self._checkpoint()
+        if self.evaluated[0] == clock.step and not math.isfinite(self.evaluated[1]):
+            why = "not finite"
+            self._event("stopped", reason="the last validation loss is not finite")
         self._event("done", step=clock.step, tokens=clock.tokens)
         return why
 

@@ -119,7 +119,9 @@ class Actor:
                 self.until = step + self.actions.beta2_steps
         worst = next((alarm for alarm in alarms if alarm.kind in self.actions.roll_back), None)
         if worst is not None and self.actions.restore is not None:
-            done.append(_log(step, worst.kind, [worst.where], "roll_back", "Back to the last checkpoint"))
+            done.append(
+                _log(step, worst.kind, [worst.where], "roll_back", "Back to the last checkpoint, if there is one")
+            )
             self.actions.restore(worst)
         return done
 

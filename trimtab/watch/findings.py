@@ -158,13 +158,14 @@ def find_near_eps(run: Run, _: SpikeRules) -> Finding | None:
 
 
 def find_skips(run: Run, _: SpikeRules) -> Finding | None:
-    acted = [a for a in run.of_kind("alarm") if a.get("kind") == "action" and a.get("signal") in ("skip", "roll_back")]
-    skips = [*run.of_kind("skipped"), *({"reason": a.get("advice", "")} | a for a in acted)]
+    acted = [a for a in run.of_kind("alarm") if a.get("kind") == "action" and a.get("signal") == "skip"]
+    skips = [*run.of_kind("skipped", "rolled back"), *({"reason": a.get("advice", "")} | a for a in acted)]
     if not skips:
         return None
-    at = sorted(event["step"] for event in skips if isinstance(event.get("step"), int))
+    at = sorted({event["step"] for event in skips if isinstance(event.get("step"), int)})
     reasons = sorted({str(event.get("reason", "no reason given")) for event in skips})
-    what = f"Skipped steps: {len(skips)}{f', the first at step {at[0]}, the last at step {at[-1]}' if at else ''}."
+    when = f", the first at step {at[0]}, the last at step {at[-1]}" if at else ""
+    what = f"Skipped steps: {len(at) or len(skips)}{when}."
     advice = "find what made these steps impossible: the batches, or the instability named above"
     return Finding("skips", what, at[0] if at else None, "", reasons[:3], advice)
 
@@ -174,7 +175,8 @@ def find_skips(run: Run, _: SpikeRules) -> Finding | None:
 
 def _spike_words(spike: FirstSpike) -> str:
     at, height = spike.peak
-    usual = f"usual {spike.usual[0]:.4g} ± {spike.usual[1]:.2g}"
+    known = math.isfinite(spike.usual[0])
+    usual = f"usual {spike.usual[0]:.4g} ± {spike.usual[1]:.2g}" if known else "usual range, which is not known,"
     text = f"step {spike.step}: the loss leaves its {usual} and reaches {height:.4g} at step {at}; "
     if spike.lead is None:
         return text + "no tensor's RMS_t rose before"

@@ -95,8 +95,8 @@ def clear(folder: Path) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """One line: what was raised, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """One line: what was raised, and where. What we say of somebody's own model was raised in that model."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
