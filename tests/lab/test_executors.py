@@ -180,7 +180,7 @@ def test_a_worker_does_not_import_the_script_that_started_it(folder, monkeypatch
     script = folder / "script.py"
     script.write_text("raise SystemExit('imported')")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     executor, before = LocalExecutor(1), sys.modules["__main__"]
     executor.submit(make_job(folder, "scripted", steps=1))
     assert wait_long(executor) == Outcome("scripted", "done")

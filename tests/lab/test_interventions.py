@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimtab.lab.interventions import SWITCHES, apply, list_switches, steadied
-from trimtab.lab.subjects import open_subject, with_values
+from trimtab.lab.subjects import open_subject, with_steps, with_values
 from trimtab.nn import GPT, ConfigError
 from trimtab.recipes import RECIPES
 from trimtab.train.build import build_optimizer
@@ -12,7 +12,7 @@ from trimtab.train.config import differences
 from trimtab.train.module import module_run
 from trimtab.train.plan import foretell
 
-LAB = open_subject("gpt-lab")
+LAB = with_steps(open_subject("gpt-lab"), 500)
 OWN = module_run("tests.lab.own_model:build")
 
 # What each switch changes of the lab's GPT: the field, and its value as JSON.

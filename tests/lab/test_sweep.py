@@ -14,11 +14,10 @@ from rich.console import Console
 
 from tests.lab.sweeps import SIZES, numbers, run_quietly, small_study, sweep_in_process
 from tests.train.runs import count_steps, end, quiet, start, wait_for
-from trimtab.lab import sweep as sweep_module
 from trimtab.lab.executors import Job, Outcome
 from trimtab.lab.executors.local import LocalExecutor
 from trimtab.lab.study import Study
-from trimtab.lab.sweep import cost, sweep
+from trimtab.lab.sweep import LOSSES, cost, sweep
 from trimtab.train import RunError, read_lines
 
 
@@ -201,7 +200,7 @@ def test_lost_workers_are_replaced_as_long_as_their_cell_gets_further(tmp_path):
     summary = run_quietly(study, tmp_path / "out", executor)
     assert executor.order.count(moving) == 21
     # The first loss came further than nothing; after it five in a row came no further.
-    assert executor.order.count(stuck) == 1 + sweep_module.LOSSES
+    assert executor.order.count(stuck) == 1 + LOSSES
     assert (summary.done, [name for name, _ in summary.failed]) == (3, [stuck])
     lines = [line for line in read_lines(tmp_path / "out" / "failures.jsonl") if line["cell"] == stuck]
     assert [line["attempt"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -298,8 +297,8 @@ def test_ctrl_c_in_the_sweep_closes_the_executor_and_reports_what_is_left(tmp_pa
         def close(self) -> None:
             self.closed += 1
 
-    executor, console = Interrupted(tmp_path, {}), Console(file=quiet().file, width=40)
+    executor, console, before = Interrupted(tmp_path, {}), Console(file=quiet().file, width=40), signal.getsignal(2)
     summary = sweep(small_study(tmp_path), tmp_path / "out", executor=executor, console=console)
     assert (summary.done, summary.left, summary.stopped) == (1, 3, "interrupted")
     assert executor.closed
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
