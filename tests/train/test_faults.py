@@ -341,14 +341,14 @@ def test_no_room_for_the_result_is_one_clear_line(half, tmp_path):
 
 
 def without_a_result(run: Path) -> None:
-    real = files.write_json
+    real = files.replace_bytes
 
     def write(path, data):
         if "result" in path.name:
             raise OSError(28, "No space left on device")
         return real(path, data)
 
-    files.write_json = write
+    files.replace_bytes = write
     cli.main(["resume", str(run)])
 
 
