@@ -99,6 +99,14 @@ def test_the_tensor_that_broke_is_named_though_the_step_was_left_out(tmp_path, m
     assert [(a["step"], a["where"]) for a in alarms] == [(7, "transformer.blocks.0.mlp.up.weight")]
 
 
+def test_it_is_named_at_a_step_that_would_not_have_been_looked_at(tmp_path, monkeypatch):
+    changed_task(monkeypatch, loss=breaks_at(7, "head.weight"))
+    go(tiny(tmp_path, watch=WatchConfig(every=5, deep_every=5, record_every=5)), tmp_path / "run")
+    alarms = [a for a in read_events(tmp_path / "run", "alarm") if a["signal"] == "grad_rms"]
+    assert [(a["step"], a["kind"], a["where"]) for a in alarms] == [(7, "non-finite", "head.weight")]
+    assert [line["step"] for line in signals(tmp_path / "run")] == [5, 10]
+
+
 def test_an_alarm_rolls_the_run_back_and_the_batch_is_left_out(tmp_path, monkeypatch):
     """The batch at fault is met once: after the return other batches come, and the run ends well."""
     changed_task(monkeypatch, loss=breaks_at(7, "head.weight"))

@@ -74,9 +74,9 @@ class DataConfig:
 class WatchConfig:
     """What looks at every step, and what it may do about an alarm (`trimtab.watch`)."""
 
-    every: int = 1  # steps between two looks at the tensors; 0: nobody looks
-    deep_every: int = 10  # steps between two looks at layers and totals, which cost more
-    record_every: int = 10  # steps between two lines of signals.jsonl; steps with an alarm have one too
+    every: int = 4  # steps between two looks at the tensors; 0: nobody looks
+    deep_every: int = 40  # steps between two looks at layers and totals, which cost more
+    record_every: int = 20  # steps between two lines of signals.jsonl; looks with an alarm have one too
     ignore: int | None = None  # first steps without spikes and drift; None: 1000, or a twentieth of a shorter run
     skip: tuple[str, ...] = ()  # alarms at which a step is not taken: "non-finite", "rms spike"
     shorten: tuple[str, ...] = ()  # at which it is divided by RMS_t

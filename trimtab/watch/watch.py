@@ -84,6 +84,7 @@ class Watch:
         self._ear = Ear(self.model, taps, self._note_error) if taps is not False else None
         self._error: str | None = None
         self._agreed = False  # all processes know of it
+        self._skipped = False  # this step was left out: look at it whenever it is
         self._signals: Signals | None = None
         self._deep: list[Tensor] = []  # rounding of the state, then totals
         self._losses: list[Any] = []  # since the last look
@@ -104,7 +105,8 @@ class Watch:
         self.actor.after_step()
         self._losses.append(None)
         self._try(lambda: self._losses.__setitem__(-1, as_number(loss)))
-        if self.steps % self.every:
+        skipped, self._skipped = self._skipped, False
+        if self.steps % self.every and not skipped:
             self._try(self._listen)
             return []
         try:
@@ -119,8 +121,11 @@ class Watch:
         return alarms
 
     def skip(self) -> None:
-        """Call where the loop leaves out `optimizer.step`: the gradients are looked at all the same."""
-        self._before()
+        """Call where the loop leaves out `optimizer.step`: the gradients are looked at, at every such step."""
+        self._skipped = self.active
+        if self._skipped:
+            with torch.no_grad():
+                self._try(self._measure)
 
     @property
     def record(self) -> dict[str, Any]:
