@@ -1,14 +1,5 @@
-"""One thread: models this small gain nothing from two, and sums in another order are other sums."""
+"""One thread, as for runs."""
 
-from collections.abc import Iterator
+from tests.train.conftest import _one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="package")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["_one_thread"]

@@ -29,7 +29,7 @@ from trimtab.lab.table import State, open_view
 from trimtab.train.config import to_json
 from trimtab.train.files import replace_json
 from trimtab.train.log import RunError
-from trimtab.train.loop import catch_signals
+from trimtab.train.stopping import catch_signals
 
 try:
     import fcntl

@@ -4,10 +4,7 @@ Four clocks, kept apart: steps (sequence length and warm-up run on them), sample
 (decay and the end of the run), seconds. Only tokens that were really trained on count, not those that were cut off.
 """
 
-import hashlib
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +26,8 @@ from trimtab.train.log import RunError, RunLog
 from trimtab.train.plan import foretell
 from trimtab.train.processes import Processes, ProcessLost, processes
 from trimtab.train.progress import Line
+from trimtab.train.randomness import mix_seed, read_generators, restore_generators
+from trimtab.train.stopping import Asked, catch_signals
 from trimtab.train.tensorboard import Board
 from trimtab.train.watcher import Watcher
 from trimtab.watch import Alarm
@@ -134,7 +133,7 @@ class _Run:
         self.evaluated = (0, math.nan)  # step and validation loss
         # All processes start with the same weights; what they draw from now on differs.
         if here.rank:
-            torch.manual_seed(_mixed(config.seed, 0, here.rank))
+            torch.manual_seed(mix_seed(config.seed, 0, here.rank))
 
     # --- The loop
 
@@ -177,7 +176,7 @@ class _Run:
             self.log.finish(**result)
         return result
 
-    def _loop(self, asked: "Asked") -> str:
+    def _loop(self, asked: Asked) -> str:
         config = self.config
         if self.state.clock.step == 0:
             self._evaluate()
@@ -350,7 +349,7 @@ class _Run:
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
         self.saved = step
-        generators = self.here.gather(_random_state(self.here.device))
+        generators = self.here.gather(read_generators(self.here.device))
         state: dict[str, Any] = {"progress": asdict(self.state), "data": self.batches.state()}
         state |= {"generators": generators, "watch": self.watcher.state()}
         loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
@@ -375,9 +374,9 @@ class _Run:
         position = {"position": saved["data"]["position"]}
         self.source.load(self.source.state() | position if force else saved["data"])
         if len(saved["generators"]) == self.here.world:
-            _restore_random_state(saved["generators"][self.here.rank], self.here.device)
+            restore_generators(saved["generators"][self.here.rank], self.here.device)
         else:
-            torch.manual_seed(_mixed(self.config.seed, chosen, self.here.rank))
+            torch.manual_seed(mix_seed(self.config.seed, chosen, self.here.rank))
         self.saved = chosen
         self.checkpoints.forget_after(chosen)
         self.log.cut_back(chosen)
@@ -438,58 +437,6 @@ def _check_sizes(config: RunConfig, world: int) -> None:
             raise ConfigError(
                 f"a batch of {size} does not split over {world} processes{micro}; try a multiple of {parts}"
             )
-
-
-# --- Signals
-
-
-class Asked:
-    """Whether somebody asked us to stop, and how."""
-
-    name: str | None = None
-
-
-@contextmanager
-def catch_signals() -> Iterator[Asked]:
-    """Ctrl-C and SIGTERM end the run after the step, with a checkpoint. A second Ctrl-C ends it at once."""
-    asked = Asked()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-
-    def note(number: int, _: Any) -> None:
-        if asked.name is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.name = "interrupted" if number == signal.SIGINT else "terminated"
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# --- Randomness and threads
-
-
-def _random_state(device: torch.device) -> dict[str, str]:
-    """Hexadecimal, for JSON."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {name: bytes(x.tolist()).hex() for name, x in states.items()}
-
-
-def _mixed(seed: int, step: int, rank: int) -> int:
-    """A seed for each process that starts anew at some step."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{step}:{rank}".encode()).digest()[:7], "big")
-
-
-def _restore_random_state(states: dict[str, str], device: torch.device) -> None:
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["cpu"])), dtype=torch.uint8))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(torch.tensor(list(bytes.fromhex(states["cuda"])), dtype=torch.uint8), device)
 
 
 @contextmanager
