@@ -136,7 +136,7 @@ def test_with_an_identity_quantizer_the_8_bit_path_is_the_32_bit_path(rule, code
 
     monkeypatch.setattr(step_module, "quantize_reference", keep)
     monkeypatch.setattr(step_module, "dequantize_reference", give)
-    monkeypatch.setattr(step_module, "encode_moments", lambda moments, *_: [keep(m) for m in moments])
+    monkeypatch.setattr(step_module, "encode_moments", lambda moments, *_, step: [keep(m) for m in moments])
     monkeypatch.setattr(step_module, "decode_moments", lambda states, *_: [give(s) for s in states])
     books = {"signed": load_codebook(), "unsigned": load_codebook(signed=False)}
     results = []

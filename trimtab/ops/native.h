@@ -47,7 +47,7 @@ enum class Pass : int { update, norms, ratios };
 
 // One row of trimtab.ops.step.SCALARS.
 struct Scalars {
-  float grad_scale, coupled, decay, lr, beta1, gain1, beta2, gain2, beta3, gain3, debias, eps, mix_m, mix_g, noise;
+  float grad_scale, coupled, decay, lr, beta1, gain1, beta2, gain2, beta3, gain3, debias, eps, mix_m, mix_g, step;
 };
 
 struct StepTensor {

@@ -56,10 +56,16 @@ INLINE vf root(vf x) {
 #endif
 }
 
+// Half to even. Good for |x| < 2^22.
 INLINE vi round_to_int(vf x) {
-  // Adding 1.5 * 2^23 leaves no bits for a fraction: the addition itself rounds, half to even. Good for |x| < 2^22.
-  const vf magic = splat(12582912.0f);
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23 leaves no bits for a fraction: the addition itself rounds
   return bits(x + magic) - bits(magic);
+#endif
 }
 
 // Widen W codes.
@@ -135,6 +141,7 @@ INLINE vi shift_left(vi x, vi count) {
 #endif
 }
 
+INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
 INLINE vi smaller(vi a, vi b) { return a > b ? b : a; }
 INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 INLINE vi smaller_unsigned(vi a, vi b) {

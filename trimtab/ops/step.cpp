@@ -5,7 +5,8 @@
 
 namespace trimtab::TRIMTAB_LEVEL {
 
-// --- The rules. `state` holds the decoded moments and leaves with the new ones; the update is returned.
+// --- The rules. `advance` turns the decoded moments into the new ones; `update` is what the parameter moves by. Rules with
+// a second moment divide by its root, which they are given; the others have one state.
 
 template <Rule R>
 struct Math;
@@ -13,17 +14,17 @@ struct Math;
 template <>
 struct Math<Rule::adamw> {
   static constexpr bool is_signed[] = {true, false};
-  INLINE vf update(const Scalars& s, vf g, vf* state) {
-    vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
-    vf v = state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
-    return m / (root(v) * s.debias + s.eps);
+  INLINE void advance(const Scalars& s, vf g, vf* state) {
+    state[0] = s.beta1 * state[0] + s.gain1 * g;
+    state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
   }
+  INLINE vf update(const Scalars& s, vf, const vf* state, vf root) { return state[0] / (root * s.debias + s.eps); }
 };
 
 template <>
 struct Math<Rule::momentum> {
   static constexpr bool is_signed[] = {true};
-  INLINE vf update(const Scalars& s, vf g, vf* state) {
+  INLINE vf advance(const Scalars& s, vf g, vf* state) {
     vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
     return s.mix_m * m + s.mix_g * g;
   }
@@ -32,7 +33,7 @@ struct Math<Rule::momentum> {
 template <>
 struct Math<Rule::lion> {
   static constexpr bool is_signed[] = {true};
-  INLINE vf update(const Scalars& s, vf g, vf* state) {
+  INLINE vf advance(const Scalars& s, vf g, vf* state) {
     vf c = s.mix_m * state[0] + s.mix_g * g;
     state[0] = s.beta1 * state[0] + s.gain1 * g;
     vf sign = c > 0 ? splat(1.0f) : c < 0 ? splat(-1.0f) : vf{};
@@ -43,20 +44,20 @@ struct Math<Rule::lion> {
 template <>
 struct Math<Rule::rms> {
   static constexpr bool is_signed[] = {false};
-  INLINE vf update(const Scalars& s, vf g, vf* state) {
-    vf v = state[0] = s.beta2 * state[0] + s.gain2 * (g * g);
-    return g / (root(v) * s.debias + s.eps);
-  }
+  INLINE void advance(const Scalars& s, vf g, vf* state) { state[0] = s.beta2 * state[0] + s.gain2 * (g * g); }
+  INLINE vf update(const Scalars& s, vf g, const vf*, vf root) { return g / (root * s.debias + s.eps); }
 };
 
 template <>
 struct Math<Rule::ademamix> {
   static constexpr bool is_signed[] = {true, true, false};
-  INLINE vf update(const Scalars& s, vf g, vf* state) {
-    vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
-    vf slow = state[1] = s.beta3 * state[1] + s.gain3 * g;
-    vf v = state[2] = s.beta2 * state[2] + s.gain2 * (g * g);
-    return (s.mix_m * m + s.mix_g * slow) / (root(v) * s.debias + s.eps);
+  INLINE void advance(const Scalars& s, vf g, vf* state) {
+    state[0] = s.beta1 * state[0] + s.gain1 * g;
+    state[1] = s.beta3 * state[1] + s.gain3 * g;
+    state[2] = s.beta2 * state[2] + s.gain2 * (g * g);
+  }
+  INLINE vf update(const Scalars& s, vf, const vf* state, vf root) {
+    return (s.mix_m * state[0] + s.mix_g * state[1]) / (root * s.debias + s.eps);
   }
 };
 
@@ -92,7 +93,11 @@ struct Block {
   static constexpr bool coded = S != Storage::float32;
   static constexpr bool quadratic = S == Storage::quadratic;
   static constexpr bool has_second = !Math<R>::is_signed[states - 1];  // then the other moments are kept in units of its root
-  static constexpr Kind kind(int i) { return !has_second ? Kind::plain : i < states - 1 ? Kind::unit : Kind::root; }
+  static constexpr Kind kind(int i) { return !Math<R>::is_signed[i] ? Kind::root : has_second ? Kind::unit : Kind::plain; }
+  // With the quadratic code, roots and divisions are in two loops: in one, they keep the processor waiting, for it cannot
+  // look ahead over several of its turns.
+  template <Pass P>
+  static constexpr bool later = quadratic && has_second && P == Pass::update;
   const DecodeSigned* decode_signed;
   const DecodeUnsigned* decode_unsigned;
   const uint8_t* codes[max_states];
@@ -107,7 +112,7 @@ struct Block {
   template <Pass P, bool WHOLE>
   INLINE_MEMBER void update(int64_t k, int lanes) {
     const Scalars& s = scalars;
-    const vf p = P == Pass::ratios ? vf{} : load_lanes<WHOLE>(param + k, lanes);
+    const vf p = P == Pass::ratios || later<P> ? vf{} : load_lanes<WHOLE>(param + k, lanes);
     const vf g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
     vf state[max_states];
     uint8_t last[states][W] = {};
@@ -120,10 +125,17 @@ struct Block {
       else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
     }
     if constexpr (quadratic && has_second) {
-      for (int i = 0; i < states - 1; i++) state[i] *= state[states - 1];
+      const vf code = __builtin_convertvector(load_codes(WHOLE ? codes[states - 1] + k : last[states - 1]), vf);
+      for (int i = 0; i < states - 1; i++) state[i] *= (vf)unit_bits(code);
       state[states - 1] *= state[states - 1];
     }
-    const vf update = Math<R>::update(s, g, state);
+    vf update{};
+    if constexpr (has_second) {
+      Math<R>::advance(s, g, state);
+      if constexpr (!later<P>) update = Math<R>::update(s, g, state, root(state[states - 1]));
+    } else {
+      update = Math<R>::advance(s, g, state);
+    }
     if (P == Pass::norms) {
       const vf change = (s.decay - 1.0f) * p - s.lr * update;
       sums[0] += p * p;
@@ -135,15 +147,24 @@ struct Block {
       sums[0] += only<WHOLE>(g * g / (v < floor ? floor : v), lanes);
       return;
     }
-    store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
-    if constexpr (quadratic && has_second) {
-      vf second = root(state[states - 1]);
-      second = state[states - 1] = second == INFINITY ? splat(1.8446742e19f) : second;  // g² overflowed, g did not
-      for (int i = 0; i < states - 1; i++) state[i] = second > 0 ? state[i] / second : vf{};
-    }
+    if constexpr (later<P>) state[states - 1] = root(state[states - 1]);
+    else store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     for (int i = 0; i < states; i++) {
       store_lanes<WHOLE>(moment[i] + k, state[i], lanes);
       if (coded) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
+    }
+  }
+
+  // The second half of the update where it is split: the moments and the root lie in scratch.
+  template <bool WHOLE>
+  INLINE_MEMBER void move(int64_t k, int lanes) {
+    const Scalars& s = scalars;
+    const vf p = load_lanes<WHOLE>(param + k, lanes), g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
+    vf state[max_states];
+    for (int i = 0; i < states; i++) state[i] = load(moment[i] + k);
+    if constexpr (has_second) {
+      const vf update = Math<R>::update(s, g, state, state[states - 1]);
+      store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     }
   }
 
@@ -166,6 +187,29 @@ struct Block {
       update<P, true>(k, W);
     }
     if (k < count) update<P, false>(k, (int)(count - k));
+    if constexpr (later<P>) {
+      for (k = 0; k + W <= count; k += W) move<true>(k, W);
+      if (k < count) move<false>(k, (int)(count - k));
+    }
+  }
+
+  // The quadratic code of the new moments. `absmax` holds their largest magnitudes and leaves with the scales to store.
+  INLINE_MEMBER void encode(const StepTensor& x, const Dither* dither, int64_t start, int64_t count, float* absmax) {
+    constexpr int others = states - has_second;
+    if (count % GROUP)
+      for (int i = 0; i < states; i++) memset(moment[i] + count, 0, 4 * (GROUP - count % GROUP));
+    if constexpr (has_second) {
+      float& second = absmax[others];
+      if (__builtin_isinf(second)) second = keep_finite(moment[others], count);
+      second = keep_21_bits(second);
+      uint8_t* const codes = (uint8_t*)x.state[others] + start;
+      encode_root<others>(moment[others], count, second, dither[SECOND], codes, moment, largest);
+      for (int i = 0; i < others; i++) absmax[i] = absmax_of(largest[i]);
+    }
+    for (int i = 0; i < others; i++) {
+      absmax[i] = keep_21_bits(absmax[i]);
+      encode_signed<kind(0)>(moment[i], count, absmax[i], dither[i], (uint8_t*)x.state[i] + start);
+    }
   }
 
   // Weight decay through the gradient: g <- g * grad_scale + coupled * p, into `scratch`.
@@ -229,7 +273,7 @@ static void run(const Step& step) {
   const Codebook* books[states];
   for (int i = 0; i < states; i++) books[i] = Math<R>::is_signed[i] ? step.signed_book : step.unsigned_book;
   const int64_t unit = CODED ? step.block : 1024;
-  const int64_t padded = (unit + 15) / 16 * 16, buffers = 2 + states;
+  const int64_t padded = (unit + GROUP - 1) / GROUP * GROUP, buffers = 2 + states;
   const Tasks tasks(step, unit, P == Pass::update);
   float* scratch = (float*)allocate(step.threads * padded * buffers * sizeof(float));
   double* partial = (double*)allocate(tasks.count * max_sums * sizeof(double));
@@ -238,6 +282,8 @@ static void run(const Step& step) {
     const Task task = tasks.list[index];
     const StepTensor x = step.tensors[task.tensor];
     float* const buffer = scratch + worker * padded * buffers;
+    const float number = x.scalars->step;
+    const Dither dither[max_states] = {{0, number}, {1, number}, {2, number}};
     double sums[max_sums] = {};
     for (int64_t start = task.start; start < task.end; start += unit) {
       const int64_t count = smaller(task.end - start, unit), block = start / unit;
@@ -272,13 +318,16 @@ static void run(const Step& step) {
       if (!CODED) continue;
       float absmax[states];  // all of them first: the encoding of one state hides the wait for the next one's scale
       for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
-      for (int i = 0; i < states; i++) {
-        uint8_t* codes = (uint8_t*)x.state[i] + start;
-        if (B::quadratic) encode_quadratic(B::kind(i), b.moment[i], bits(splat(b.scalars.noise)), count, absmax[i], codes);
-        else if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
-        else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
-        x.absmax[i][block] = stored(absmax[i]);
+      if constexpr (B::quadratic) {
+        b.encode(x, dither, start, count, absmax);
+      } else {
+        for (int i = 0; i < states; i++) {
+          uint8_t* codes = (uint8_t*)x.state[i] + start;
+          if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
+          else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
+        }
       }
+      for (int i = 0; i < states; i++) x.absmax[i][block] = stored(absmax[i]);
     }
     memcpy(partial + max_sums * index, sums, sizeof sums);
   });

@@ -53,9 +53,9 @@ SCALARS = (
     "eps",
     "mix_m",  # how much of m, and of g (or the slow average), the update is made of
     "mix_g",
-    "noise",  # between 0 and 1, another at every step: the quadratic code dithers with it
+    "step",  # the number of this step: the quadratic code dithers with it
 )
-GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G, NOISE = range(
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G, STEP = range(
     len(SCALARS)
 )
 
@@ -215,11 +215,10 @@ def step_reference(
         p, update, moments = _apply(rule, params[i], grads[i], mine, scales, row, signed, unsigned, code, block)
         params[i].copy_(row[DECAY] * p - row[LR] * update)
         if absmax and code == "quadratic":
-            for target, scale, stored in zip(
-                mine, scales, encode_moments(moments, RULES[rule].signed, block, seed_of(row)), strict=True
-            ):
-                target.copy_(stored[0])
-                scale.copy_(stored[1])
+            stored = encode_moments(moments, RULES[rule].signed, block, step=int(row[STEP]))
+            for target, scale, (codes, largest) in zip(mine, scales, stored, strict=True):
+                target.copy_(codes)
+                scale.copy_(largest)
             continue
         for k, moment in enumerate(moments):
             if not absmax:
@@ -315,11 +314,6 @@ def _rows(scalars: Tensor) -> list[Row | None]:
     """One list of floats per tensor, or None where it is to be skipped."""
     keep = scalars.isfinite().all(dim=1).tolist()
     return [row if k else None for row, k in zip(scalars.tolist(), keep, strict=True)]
-
-
-def seed_of(row: Row) -> int:
-    """The bits of the step's noise."""
-    return int(torch.tensor(row[NOISE], dtype=torch.float32).view(torch.int32))
 
 
 def _broken(scale: Tensor, moment: Tensor, block: int) -> Tensor:

@@ -39,8 +39,7 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
     unknown = columns.keys() - _DEFAULTS.keys()
     if unknown:
         raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
-    golden = 0.6180339887498949  # its multiples fill the unit interval evenly
-    full = _DEFAULTS | {"noise": steps.double() * golden % 1} | columns
+    full = _DEFAULTS | {"step": steps.double()} | columns
     # Most columns are one number for all tensors: those go in at once, and the rest column by column.
     shared = [0.0 if isinstance(full[name], Tensor) else full[name] for name in SCALARS]
     table = torch.tensor(shared, dtype=torch.float64, device=steps.device).repeat(len(steps), 1)

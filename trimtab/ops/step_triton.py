@@ -5,8 +5,8 @@ its first program), and `owner` says which line a program works for.
 
     program --owner--> line of the table --addresses--> p, g, codes, absmax --rule--> p, codes, absmax
 
-A program takes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is worked out twice:
-once to find its new absmax, once to write. Tensors share a launch when they share dtypes and alignment.
+A program takes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is computed two or three
+times: to find its new scales (the quadratic code finds that of √v first), and to write. Tensors share a launch when they share dtypes and alignment.
 
 Parameters, moments, codes and scales equal the reference to the last bit. The sums of the norms do not: a program adds
 in float32, and the programs' results are added in float64, always in the same order.
@@ -45,7 +45,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 # The columns of the table. Up to three states: m, the slow m, v.
 PARAM, GRAD, STATE, SCALE, COUNT, FIRST, PROGRAMS, ROW, COLUMNS = map(tl.constexpr, (0, 1, 2, 5, 8, 9, 10, 11, 12))
 # The columns of `scalars`.
-GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G, NOISE = map(
+GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS, EPS, MIX_M, MIX_G, STEP = map(
     tl.constexpr, range(len(SCALARS))
 )
 WIDTH = tl.constexpr(len(SCALARS))
@@ -270,12 +270,18 @@ def _cells(at, start, TILE: tl.constexpr):
 
 
 @triton.jit
+def _codes(at, K: tl.constexpr, offsets, mask, ALIGNED: tl.constexpr):
+    line_ptr, _, _, _, _, _ = at
+    return tl.load(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, mask=mask, other=0)
+
+
+@triton.jit
 def _read(at, K: tl.constexpr, offsets, mask, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr, ALIGNED: tl.constexpr):
     line_ptr, _, books_ptr, blocks, block, count = at
     if (KEEPS >> K) & 1 == 0:
         return tl.zeros(offsets.shape, tl.float32)
     elif QUANTIZED > 0:
-        codes = tl.load(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, mask=mask, other=0)
+        codes = _codes(at, K, offsets, mask, ALIGNED)
         scale_ptr = _pointer(line_ptr, SCALE + K, tl.float32, False) + blocks
         scale = tl.load(scale_ptr, mask=blocks * block < count, other=0.0)
         if QUANTIZED == 2:
@@ -286,46 +292,96 @@ def _read(at, K: tl.constexpr, offsets, mask, KEEPS: tl.constexpr, QUANTIZED: tl
 
 
 @triton.jit
+def _twice(x):
+    return tl.maximum((x.to(tl.int32, bitcast=True) << 1) - 0x3F800000, 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halve(x):
+    return ((x.to(tl.int32, bitcast=True) >> 1) + 0x1FC00000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _top(K: tl.constexpr, KEEPS: tl.constexpr):
+    """The value of the largest code, in units of code 1."""
+    return 65024.0 if K == 2 else (16128.0 if KEEPS >> 2 else 260046848.0)
+
+
+@triton.jit
 def _decode_quadratic(codes, scale, K: tl.constexpr, KEEPS: tl.constexpr):
-    """√v, m in units of √v, or m itself: quadratic.py."""
+    """√v, or a first moment: quadratic.py."""
+    unit = tl.div_rn(scale, _top(K, KEEPS))
     if K == 2:
-        c = codes.to(tl.float32)
-        return c * c * tl.div_rn(scale, 65025.0)
-    c = codes.to(tl.int8, bitcast=True).to(tl.float32)
-    if KEEPS >> 2:
-        return c * tl.div_rn(scale, 127.0)
-    return c * tl.abs(c) * tl.div_rn(scale, 16129.0)
-
-
-@triton.jit
-def _encode_quadratic(x, seed, bits, K: tl.constexpr, KEEPS: tl.constexpr):
-    """Codes of what `_as_kept` returns, worked out in 4096th parts. Adding 1.5 * 2^23 rounds half to even."""
-    absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
-    unit: tl.constexpr = (K < 2) and (KEEPS >> 2 == 1)
-    inverse = tl.minimum(tl.div_rn(tl.full(absmax.shape, 520192.0 if unit else 1.0, tl.float32), absmax), LARGEST)
-    if unit:
-        r = x * inverse
+        return _twice(codes.to(tl.float32)) * unit
     else:
-        r = tl.sqrt_rn(tl.abs(x) * inverse) * (1044480.0 if K == 2 else 520192.0)
-        r = tl.where(x < 0, -r, r)
-    r = tl.where(bits < INFINITY_BITS, r, 0.0)
-    noise = ((x.to(tl.int32, bitcast=True) & 0x7FFFFF) ^ seed).to(tl.int64) * 0x9E3779B1 & 0xFFFFFFFF
-    codes = ((r + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + (noise >> 20).to(tl.int32)) >> 12
-    if K == 2:  # a positive second moment is never stored as zero
-        codes = tl.where((x > 0) & (codes == 0), 1, codes)
-    return tl.where(bits < INFINITY_BITS, codes, 0)
+        c = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        value = _twice(tl.abs(c)) if KEEPS >> 2 else _twice(_twice(tl.abs(c)))
+        return tl.where(c < 0, -value, value) * unit
 
 
 @triton.jit
-def _as_kept(moments, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr):
-    """What is stored of the moments: in the quadratic code √v, and the others in units of it."""
+def _dither(row_ptr, start, K: tl.constexpr, TILE: tl.constexpr):
+    """Between 0 and 4095, for moment K: the upper bits of a phase that advances per step and per value of a block."""
+    step = tl.load(row_ptr + STEP).to(tl.int64)
+    per_step: tl.constexpr = 0xD1B54A33 if K == 0 else (0xABC98389 if K == 1 else 0x8CB92BA7)
+    per_value: tl.constexpr = 0x9E3779B1 if K == 0 else (0xC13FA9A9 if K == 1 else 0x91E10DA5)
+    places = start + tl.arange(0, TILE)[None, :].to(tl.int64)
+    return ((step * per_step + places * per_value & 0xFFFFFFFF) >> 20).to(tl.int32)
+
+
+@triton.jit
+def _encode_quadratic(x, dither, bits, K: tl.constexpr, KEEPS: tl.constexpr):
+    """Codes of what `_as_kept` returns. Adding 1.5 * 2^23 rounds half to even."""
+    absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
+    inverse = tl.minimum(tl.div_rn(tl.full(absmax.shape, _top(K, KEEPS), tl.float32), absmax), LARGEST)
+    z = tl.where(bits < INFINITY_BITS, tl.abs(x) * inverse, 0.0)
+    if K == 2:
+        parts = _halve(z) * 4096.0
+    elif KEEPS >> 2:
+        parts = tl.minimum(tl.minimum(_halve(z) * 4096.0, z * 4096.0), z * (4096 / 3) + 8192 / 3)
+    else:
+        parts = tl.minimum(tl.minimum(_halve(_halve(z)) * 4096.0, z * 4096.0), z * (4096 / 15) + 57344 / 15)
+        parts = tl.minimum(tl.minimum(parts, z * (4096 / 48) + 20480 / 3), z * (4096 / 192) + 32768 / 3)
+    codes = ((parts + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + dither) >> 12
+    if K == 2:
+        return tl.where((x > 0) & (bits < INFINITY_BITS), tl.maximum(codes, 4), codes)  # quadratic.SMALLEST
+    else:
+        return tl.where(x < 0, -codes, codes)
+
+
+@triton.jit
+def _keep_21_bits(bits):
+    """An absmax as it is stored: float32 state dicts restore it exactly."""
+    return tl.where(bits < INFINITY_BITS, tl.minimum((bits + 4) & -8, 0x7F7FFFF8), bits)
+
+
+@triton.jit
+def _roots(moments, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr):
+    """The quadratic code keeps √v instead of v."""
     m, slow, v = moments
     if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
         v = tl.sqrt_rn(v)
         v = tl.where(v == float("inf"), 1.8446742e19, v)
-        whole = tl.where(v > 0, v, 1.0)
-        m = tl.where(v > 0, tl.div_rn(m, whole), 0.0)
-        slow = tl.where(v > 0, tl.div_rn(slow, whole), 0.0)
+    return m, slow, v
+
+
+@triton.jit
+def _unit(codes):
+    """The largest power of two in the value of a root's code; 0 for code 0."""
+    return (_twice(codes.to(tl.float32)).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _as_kept(at, start, moments, root_bits, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr, TILE: tl.constexpr):
+    """What is stored of the moments: in the quadratic code the first ones in units of the stored root."""
+    m, slow, v = moments
+    if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
+        _, row_ptr, _, _, _, _ = at
+        codes = _encode_quadratic(v, _dither(row_ptr, start, 2, TILE), root_bits, 2, KEEPS)
+        inverse = (0x7F000000 - _unit(codes).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        per_unit = tl.where(codes > 0, inverse, 0.0)  # 1 / unit, exactly
+        per_unit = tl.where(root_bits < INFINITY_BITS, per_unit, float("nan"))  # such a block is NaN in every moment
+        m, slow = m * per_unit, slow * per_unit
     return m, slow, v
 
 
@@ -353,7 +409,8 @@ def _advance(
     slow = _read(at, 1, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
     v = _read(at, 2, offsets, mask, KEEPS, QUANTIZED, ALIGNED)
     if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
-        m, slow, v = m * v, slow * v, v * v
+        unit = _unit(_codes(at, 2, offsets, mask, ALIGNED))
+        m, slow, v = m * unit, slow * unit, v * v
     if RULE == "adamw":
         update, moments = _adamw(row_ptr, g, m, slow, v)
     elif RULE == "momentum":
@@ -385,12 +442,11 @@ def _write(
     line_ptr, row_ptr, books_ptr, _, _, _ = at
     offsets, mask = _cells(at, start, TILE)
     p = tl.load(row_ptr + DECAY) * p - tl.load(row_ptr + LR) * update
-    seed = tl.load(row_ptr + NOISE).to(tl.int32, bitcast=True)
     tl.store(_pointer(line_ptr, PARAM, P_TYPE, ALIGNED) + offsets, narrow(p, P_TYPE), mask=mask)
     for K in tl.static_range(3):
         if (KEEPS >> K) & 1:
             if QUANTIZED == 2:
-                codes = _encode_quadratic(moments[K], seed, bits[K], K, KEEPS)
+                codes = _encode_quadratic(moments[K], _dither(row_ptr, start, K, TILE), bits[K], K, KEEPS)
                 tl.store(_pointer(line_ptr, STATE + K, tl.uint8, ALIGNED) + offsets, codes.to(tl.uint8), mask=mask)
             elif QUANTIZED == 1:
                 codes = nearest(to_unit(moments[K], bits[K]), books_ptr + (K // 2 * 2 + 1) * BOOK)
@@ -411,6 +467,11 @@ def _largest(at, start, moments, TILE: tl.constexpr):
         tl.max(magnitude_bits(slow, mask), axis=1, keep_dims=True),
         tl.max(magnitude_bits(v, mask), axis=1, keep_dims=True),
     )
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a[0], b[0]), tl.maximum(a[1], b[1]), tl.maximum(a[2], b[2])
 
 
 # --- Kernels
@@ -442,18 +503,32 @@ def _step_kernel(
     at = (line_ptr, row_ptr, books_ptr, blocks, block, count)
 
     p, _, update, moments = _advance(at, 0, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
-    moments = _as_kept(moments, KEEPS, QUANTIZED)
+    moments = _roots(moments, KEEPS, QUANTIZED)
     bits = _largest(at, 0, moments, TILE)
+    end = tl.minimum(tl.cast(block, tl.int64), count)
     if (QUANTIZED > 0) and MANY:
-        for start in range(TILE, tl.minimum(tl.cast(block, tl.int64), count), TILE):
+        for start in range(TILE, end, TILE):
             _, _, _, later = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
-            more = _largest(at, start, _as_kept(later, KEEPS, QUANTIZED), TILE)
-            bits = (tl.maximum(bits[0], more[0]), tl.maximum(bits[1], more[1]), tl.maximum(bits[2], more[2]))
+            bits = _larger(bits, _largest(at, start, _roots(later, KEEPS, QUANTIZED), TILE))
+    if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
+        # The first moments are divided by the stored root, whose scale is known only now; then they have new scales.
+        root_bits = _keep_21_bits(bits[2])
+        moments = _as_kept(at, 0, moments, root_bits, KEEPS, QUANTIZED, TILE)
+        found = _largest(at, 0, moments, TILE)
+        if MANY:
+            for start in range(TILE, end, TILE):
+                _, _, _, later = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
+                later = _as_kept(at, start, _roots(later, KEEPS, QUANTIZED), root_bits, KEEPS, QUANTIZED, TILE)
+                found = _larger(found, _largest(at, start, later, TILE))
+        bits = (found[0], found[1], bits[2])
+    if QUANTIZED == 2:
+        bits = (_keep_21_bits(bits[0]), _keep_21_bits(bits[1]), _keep_21_bits(bits[2]))
     _write(at, 0, p, update, moments, bits, P_TYPE, KEEPS, QUANTIZED, ALIGNED, TILE)
     if MANY:
-        for start in range(TILE, tl.minimum(tl.cast(block, tl.int64), count), TILE):
+        for start in range(TILE, end, TILE):
             p, _, update, moments = _advance(at, start, P_TYPE, G_TYPE, RULE, KEEPS, QUANTIZED, ALIGNED, TILE)
-            moments = _as_kept(moments, KEEPS, QUANTIZED)
+            moments = _roots(moments, KEEPS, QUANTIZED)
+            moments = _as_kept(at, start, moments, bits[2], KEEPS, QUANTIZED, TILE)
             _write(at, start, p, update, moments, bits, P_TYPE, KEEPS, QUANTIZED, ALIGNED, TILE)
     if QUANTIZED > 0:
         tl.debug_barrier()  # several warps may share a block: none of them may still have to read its old scale

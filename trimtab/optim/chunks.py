@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.sharding import flat
-from trimtab.ops.step import NOISE, RULES, step_unchecked
+from trimtab.ops.step import RULES, STEP, step_unchecked
 from trimtab.optim.state import Storage, decode_flat, encode_flat
 
 CHUNK = 1 << 18
@@ -52,7 +52,7 @@ def step_in_chunks(
             for x, old in zip((wide, *kept), before, strict=False):
                 x.copy_(torch.where(g[here] == 0, old, x))
             moved = row.isfinite().all()  # a skipped tensor stays as it is, to the last bit of its codes
-            _store(kept, state, moments, signed, storage, here, moved, seed=row[0, NOISE].view(torch.int32))
+            _store(kept, state, moments, signed, storage, here, moved, step=row[0, STEP].long())
             if rest is not None:
                 rounded = wide.to(p.dtype)
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
@@ -99,13 +99,14 @@ def _store(
     here: slice,
     moved: Tensor,
     *,
-    seed: Tensor,
+    step: Tensor,
 ) -> None:
     if storage.bits == 32 or not moments:
         for name, x in zip(moments, values, strict=False):
             flat(state[name]).view(-1)[here] = x  # unchanged where the tensor was skipped
         return
-    for name, (codes, absmax) in zip(moments, encode_flat(values, signed, storage, seed), strict=True):
+    stored = encode_flat(values, signed, storage, step=step)
+    for name, (codes, absmax) in zip(moments, stored, strict=True):
         old_codes = flat(state[f"{name}_codes"]).view(-1)[here]
         old_absmax = state[f"{name}_absmax"][_blocks(here, storage)]
         old_codes.copy_(torch.where(moved, codes, old_codes))

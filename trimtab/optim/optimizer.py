@@ -138,6 +138,13 @@ class Optimizer(torch.optim.Optimizer):
                 )
             for name, p in zip(names, group["params"], strict=True):
                 check_param(name or "a parameter", p, group["rounding"])
+            if group["skip_zeros"] and group["bits"] == 8:
+                warnings.warn(
+                    "skip_zeros=True keeps the state in 32 bits instead of 8: in an 8-bit block, elements without a "
+                    "gradient would change with the scale they share. Put the parameters that need it (embeddings) "
+                    "into a group of their own with bits=32",
+                    stacklevel=4,
+                )
         except Exception:
             self.param_groups.pop()
             raise
@@ -206,11 +213,12 @@ class Optimizer(torch.optim.Optimizer):
                         "knows how it is kept"
                     )
                 changed = storage.block != block or storage.codebook != codebook
+                changed = changed or (storage.bits == 8 and group["skip_zeros"])
                 if changed or (storage.why == "bits=32") != (bits == 32):
                     raise ValueError(
                         f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
-                        f"but the group now says bits={bits}, block={block}, codebook={codebook!r}; load a portable "
-                        "state dict into a new optimizer for that"
+                        f"but the group now says bits={bits}, block={block}, codebook={codebook!r}, "
+                        f"skip_zeros={group['skip_zeros']}; load a portable state dict into a new optimizer for that"
                     )
                 mine = local(p)
                 key = (number, storage.bits, mine.device)  # block and codebook are the group's

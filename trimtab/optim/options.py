@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
     maximize: bool
     independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
     lr_max: float | None  # the peak of the schedule; by default the learning rate given here
-    skip_zeros: bool  # elements whose gradient is exactly zero keep their weight and state
+    skip_zeros: bool  # elements whose gradient is exactly zero keep their weight and state, which then has 32 bits
     skip_nonfinite: bool  # a tensor whose gradient holds a NaN or Inf is left as it is, and counted in `skipped`
     loss_scale: float  # the loss was multiplied by this; implies skip_nonfinite
     percentile_clipping: int  # shorten gradients longer than this percentile of the last 100; 100 is off

@@ -55,6 +55,8 @@ def choose_storage(numel: int, group: Mapping[str, Any], exempt: str | None) -> 
         return Storage(32, block, codebook, "bits=32")
     if exempt is not None:
         return Storage(32, block, codebook, exempt)
+    if group["skip_zeros"]:  # the values of a block share a scale: none of them could stay exactly what it was
+        return Storage(32, block, codebook, "skip_zeros")
     if numel < smallest:
         return Storage(32, block, codebook, f"smaller than min_8bit_size={smallest}")
     return Storage(8, block, codebook, "bits=8")
@@ -108,11 +110,11 @@ def decode_flat(
 
 
 def encode_flat(
-    moments: Sequence[Tensor], signed: Sequence[bool], storage: Storage, seed: int | Tensor = 0
+    moments: Sequence[Tensor], signed: Sequence[bool], storage: Storage, *, step: int | Tensor = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """The way back. A positive second moment is never stored as zero. In a step the quadratic code wants a seed."""
+    """The way back. A positive second moment is never stored as zero. The quadratic code dithers by the step."""
     if storage.codebook == "quadratic":
-        return encode_moments(moments, signed, storage.block, seed)
+        return encode_moments(moments, signed, storage.block, step=step)
     signed_book, unsigned_book = storage.books(moments[0].device)
     stored = []
     for x, is_signed in zip(moments, signed, strict=True):

@@ -158,7 +158,7 @@ def _store(batch: Batch, m: Tensor, v: Tensor) -> list[Tensor]:
     """Through the 8-bit code and back."""
     block = batch.block
     if batch.code == "quadratic":
-        stored = encode_moments([m, v], [True, False], block, seed=1)
+        stored = encode_moments([m, v], [True, False], block, step=1)
         return decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], block)
     return [
         dequantize_blockwise(*quantize_blockwise(x, book, block=block), book, block=block)
