@@ -134,7 +134,7 @@ class Model:
             params, grads = [self.params[i] for i in members], [self.grads[i] for i in members]
             steps = torch.full((len(members),), 10.0)
             numels = torch.tensor([p.numel() for p in params])
-            first = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01)
+            first = step_rules.debiased(step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01))
             scales = None if absmax is None else absmax[1]
             ratios = gradient_ratios(grads, states[1], first, absmax=scales, block=BLOCK, code=self.code)
             rms = step_rules.rms_from_ratios(ratios, numels)

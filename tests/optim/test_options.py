@@ -61,10 +61,8 @@ def test_skip_zeros_with_8_bits_says_that_it_takes_32():
 
 
 def portable(optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """The moments in float32; those of StableAdamW as they are kept, not as another optimizer would want them."""
-    optimizer.debiased, was = False, optimizer.debiased
+    """The moments in float32."""
     entry = optimizer.state_dict(format="portable")["state"][0]
-    optimizer.debiased = was
     return {key: x.clone() for key, x in entry.items() if key != "step"}
 
 
@@ -213,7 +211,7 @@ def test_careful_rounding_is_repeatable_and_kahan_is_a_float32_run(name, bits, r
 @pytest.mark.parametrize("order", ["channels_last", "transposed"])
 @every_optimizer
 def test_the_memory_order_of_a_parameter_does_not_matter(name, bits, order):
-    """One block for everything, so that the blocks hold the same values in any order; a table, which does not dither."""
+    """One block for everything, so that it holds the same values in any order; and a table, which does not dither."""
     start = torch.randn(23, 20, 3, 5, generator=seed(0))
     shuffled = start.to(memory_format=torch.channels_last) if order == "channels_last" else start[0].permute(2, 0, 1)
     plain = start if order == "channels_last" else shuffled.contiguous()

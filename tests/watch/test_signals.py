@@ -124,9 +124,6 @@ def second_moment(optimizer: torch.optim.Optimizer, p: Tensor, g: Tensor, step: 
         v = v.view(p.shape).double()
     elif state:
         v = state["exp_avg_sq"].double()
-    if "clip_threshold" in group:
-        beta2 = beta2 * (1 - beta2 ** (step - 1)) / (1 - beta2**step)
-        return beta2 * v + (1 - beta2) * g.square()
     v = beta2 * v + (1 - beta2) * g.square()
     if state.get("max_exp_avg_sq") is not None:
         v = torch.maximum(v, state["max_exp_avg_sq"].double())

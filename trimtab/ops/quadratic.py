@@ -1,35 +1,35 @@
 """The quadratic code for optimizer state: one byte per value, first moments in units of the stored √v.
 
-    root     s = √v      code 0, 4 … 255      s₈ = twice(c) absmax / twice(255)                    twice(c) ≈ c²
-    unit     u = m / w   code -127 … 127      m₈ = ± w twice(|c|) absmax / twice(127)              w = power(twice(c of s))
-    plain    m           code -127 … 127      m₈ = ± twice(twice(|c|)) absmax / twice(twice(127))  for rules without v
+    root     s = √v       code 0, 4 … 255     s₈ = twice(c) absmax / twice(255)                      twice(c) ≈ c²
+    unit     u = m / w    code -127 … 127     m₈ = ± w twice(|c|) absmax / twice(127)                w: a power of two
+    plain    m            code -127 … 127     m₈ = ± twice(twice(|c|)) absmax / twice(twice(127))    rules without v
 
 Adam moves a parameter by m / √v. If both are stored separately, a small m next to large ones in its block loses its
-digits. Divided by a unit w that follows its stored root, all values of a block have similar sizes, whatever the sizes of
-their gradients. w is the largest power of two in the root's code value, so that multiplying and dividing by it is exact.
-Squares give small values finer steps than large ones: a range of 4,064 for roots, 16,128 for units. Rules without a
-second moment (SGD, Lion) store m itself, whose sizes differ as much as those of the gradients: fourth powers span eight
-decades.
+digits. Divided by a unit w that follows its stored root, all values of a block have similar sizes, whatever the sizes
+of their gradients. w is the largest power of two in the root's code value, so that multiplying and dividing by it is
+exact. Squares give small values finer steps than large ones: a range of 4,064 for roots, 16,128 for units. Rules
+without a second moment (SGD, Lion) store m itself, whose sizes differ as much as those of the gradients: fourth
+powers span eight decades.
 
-The unit follows the *stored* root, so m₈ has only the rounding error of its own code. With units of the exact root, every
-rounding error of s₈ would multiply m, and an s₈ held at its smallest code would let m grow without bound.
+The unit follows the *stored* root, so m₈ has only the rounding error of its own code. With units of the exact root,
+every rounding error of s₈ would multiply m, and an s₈ held at its smallest code would let m grow without bound.
 
 The square is that of the bits: `twice` doubles a float's exponent and mantissa, bits -> 2 bits - bits of 1, which
 interpolates c² linearly between 1, 1.5, 2, 3, 4, 6, 8, 12 …; `halve` is its inverse. Two integer operations replace a
 square root, give the same bits on every machine, and make the code piecewise linear, with all corners on codes.
 
 Dither. Rounding to nearest loses every change smaller than half a code, which is most of them: with β2 = 0.999 a step
-changes √v by 0.05 %. So c = floor(y + d), y the exact code, with a d in [0, 1) that differs at every step and value. As the
-code is linear between neighbours, E[s₈] = s and E[m₈] = m: the averages follow their equations. d is a low-discrepancy
-sequence, frac(step · a + place in the block · b): consecutive steps spread evenly over [0, 1), so their rounding errors
-cancel faster than those of random numbers. Replicas, and shards of whole blocks, use the same d.
+changes √v by 0.05 %. So c = floor(y + d), y the exact code, with a d in [0, 1) that differs at every step and value.
+As the code is linear between neighbours, E[s₈] = s and E[m₈] = m: the averages follow their equations. d is a low-
+discrepancy sequence, frac(step · a + place in the block · b): consecutive steps spread evenly over [0, 1), so their
+rounding errors cancel faster than those of random numbers. Replicas, and shards of whole blocks, use the same d.
 
 Encoding what was decoded gives the same codes and the same absmax, also after a round trip of m and v through float32
 with a relative error of 1e-7: absmax is kept to 21 bits, so float32 state dicts restore it exactly.
 
 A positive root takes code 4 or more: below, one code more or less would change it by more than 1.5x, and the update
-with it. m is 0 where s₈ is. A block with a NaN or an Inf gets the scale NaN, as in blockwise.py. Negative codes are two's
-complement. This file is the definition; the kernels are in quadratic.h, step.cpp and step_triton.py.
+with it. m is 0 where s₈ is. A block with a NaN or an Inf gets the scale NaN, as in blockwise.py. Negative codes are
+two's complement. This file is the definition; the kernels are in quadratic.h, step.cpp and step_triton.py.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ _LINES: dict[Kind, list[tuple[float, float]]] = {
     "plain": [(1, 0), (1 / 15, 14 / 15), (1 / 48, 5 / 3), (1 / 192, 8 / 3)],
 }
 
-# Dither advances by these 2^-32ths of a code per step and per value of a block: one pair for each moment of a rule, second
-# moments last. Per step they are the powers of 1 / 1.2207440846, which fill the unit cube evenly (Roberts 2018).
+# Dither advances by these 2^-32ths of a code per step and per value of a block: one pair for each moment of a rule,
+# second moments last. Per step: the powers of 1 / 1.2207440846, which fill the unit cube evenly (Roberts 2018).
 PER_STEP = (0xD1B54A33, 0xABC98389, 0x8CB92BA7)
 PER_VALUE = (0x9E3779B1, 0xC13FA9A9, 0x91E10DA5)
 SECOND = 2
@@ -73,7 +73,7 @@ def encode_moments(
     codes, absmax = quantize_quadratic(s, "root", block, dither(SECOND, step))
     unit = unit_of(codes)
     per_unit = torch.where(unit > 0, 1 / unit, 0.0)  # exact
-    per_unit = torch.where(_spread(absmax, s, block).isnan(), torch.nan, per_unit)  # such a block is NaN in every moment
+    per_unit = torch.where(_spread(absmax, s, block).isnan(), torch.nan, per_unit)  # NaN in every moment
     first = [quantize_quadratic(m * per_unit, "unit", block, dither(k, step)) for k, m in enumerate(moments[:-1])]
     return [*first, (codes, absmax)]
 
@@ -131,7 +131,7 @@ def halve(x: Tensor) -> Tensor:
 def _exact_code(z: Tensor, kind: Kind) -> Tensor:
     """The code of a magnitude in units of code 1, in parts and before rounding: linear between any two codes in use."""
     code = (halve(halve(z)) if kind == "plain" else halve(z)) * PARTS
-    # Between the smallest codes the bits have corners of their own; there the straight lines from code to code are lower.
+    # Between the smallest codes the bits have corners of their own; the straight lines from code to code lie below.
     for slope, offset in _LINES[kind]:
         code = torch.minimum(code, z * (slope * PARTS) + offset * PARTS)
     return code

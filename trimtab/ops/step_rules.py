@@ -10,7 +10,7 @@ starting at 1. Every number may be a float or a tensor that broadcasts against `
 import torch
 from torch import Tensor
 
-from trimtab.ops.step import SCALARS
+from trimtab.ops.step import BETA2, DEBIAS, DECAY, GAIN2, SCALARS
 
 Number = float | Tensor
 
@@ -90,32 +90,27 @@ def stable_adamw(
     grad_scale: Number = 1.0,
     rms: Number = 0.0,
     clip: float = 1.0,
-    decay_clipped: bool = False,
+    decay_clipped: bool = True,
     beta2_power: float | None = None,
 ) -> Tensor:
-    """Rule "adamw" with debiased betas, its step shortened to lr / max(1, rms / clip).
+    """Rule "adamw" with the step shortened to η = lr / max(1, rms / clip).
 
-    `rms` is `rms_from_ratios` of a first pass with the same call (rms left out). The stored moments are the debiased
-    ones. Weight decay follows the full lr, as in the authors' code; `decay_clipped` follows the shortened one, as
-    in the paper.
+    `rms` is `rms_from_ratios` of a first pass with `debiased` rows of the same call (rms left out). Weight decay
+    follows η, as in the paper; with `decay_clipped=False` it follows lr.
     """
-    t = steps.double()
-    lr, weight_decay, *given = _exact(lr, weight_decay, *betas)
-    beta1, beta2 = (beta * (1 - beta ** (t - 1)) / (1 - beta**t) for beta in given)
-    if beta2_power is not None:
-        beta2 = 1 - t**-beta2_power
-    shortened = lr / torch.clamp(torch.as_tensor(rms, dtype=torch.float64, device=t.device) / clip, min=1)
-    return rows(
-        steps,
-        grad_scale=grad_scale,
-        decay=1 - (shortened if decay_clipped else lr) * weight_decay,
-        lr=shortened,
-        beta1=beta1,
-        gain1=1 - beta1,
-        beta2=beta2,
-        gain2=1 - beta2,
-        eps=eps,
-    )
+    lr, weight_decay = _exact(lr, weight_decay)
+    shortened = lr / torch.clamp(torch.as_tensor(rms, dtype=torch.float64, device=steps.device) / clip, min=1)
+    table = adamw(steps, lr=shortened, betas=betas, eps=eps, grad_scale=grad_scale, beta2_power=beta2_power)
+    table[:, DECAY] = 1 - (shortened if decay_clipped else lr) * weight_decay
+    return table
+
+
+def debiased(table: Tensor) -> Tensor:
+    """The same rows for `gradient_ratios`, whose v is then the bias-corrected one."""
+    table = table.clone()
+    table[:, BETA2] *= table[:, DEBIAS] ** 2
+    table[:, GAIN2] *= table[:, DEBIAS] ** 2
+    return table
 
 
 def rms_from_ratios(ratios: Tensor, numels: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ its first program), and `owner` says which line a program works for.
 
     program --owner--> line of the table --addresses--> p, g, codes, absmax --rule--> p, codes, absmax
 
-A program takes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is computed two or three
-times: to find its new scales (the quadratic code finds that of √v first), and to write. Tensors share a launch when they share dtypes and alignment.
+A program takes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is computed two or
+three times: to find its new scales (the quadratic code finds that of √v first), and to write. Tensors share a launch
+when they share dtypes and alignment.
 
 Parameters, moments, codes and scales equal the reference to the last bit. The sums of the norms do not: a program adds
 in float32, and the programs' results are added in float64, always in the same order.

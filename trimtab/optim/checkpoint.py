@@ -3,8 +3,9 @@
     packed      exp_avg_codes, exp_avg_absmax      what is in memory: small, and a resume continues bit for bit
     portable    exp_avg                            float32 under PyTorch's names: any such optimizer, any sharding
 
-What 8-bit state decodes to is stored again as the same codes, so portable loses next to nothing, as long as the blocks
-are cut the same way: the scales of the quadratic code come back to the last bit or two. Everything is plain
+What 8-bit state decodes to is stored again as the same codes and scales, so a resume from portable state continues
+bit for bit too, as long as the blocks are cut the same way: on the same number of processes. (The published table
+"dynamic" is the exception: it has no -1, so a block led by a negative value gets another scale.) Everything is plain
 tensors, numbers and strings: `torch.load(weights_only=True)` reads it.
 
 A load is checked and built completely before anything changes: one that fails leaves the optimizer as it was.
@@ -37,6 +38,8 @@ _UNFLATTENED = (
     "if this comes from torch.distributed.checkpoint, take flatten_optimizer_state_dict=False: flattened, every state "
     "is looked up by its name in memory, where 8-bit state has other names than in a checkpoint"
 )
+PACKING = 2  # what the codes of packed state mean; another number where that changes
+_WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EXTRAS = ("skipped", "grad_norms", "compensation")  # what an entry may hold besides step and moments
 
 
@@ -56,14 +59,17 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
         raise ValueError(
             "packed codes belong to one way of cutting the parameters into shards; save sharded state as portable"
         )
-    places = {p: i for i, p in enumerate(params)}
+    places: dict[Tensor, int] = {}
+    for i, p in enumerate(params):
+        places.setdefault(p, i)  # a parameter that is listed twice goes by its first place
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
-        | ({"debiased": optimizer.debiased, "moments": list(optimizer.moments)} if format == "packed" else {})
+        | ({"packing": PACKING, "moments": list(optimizer.moments)} if format == "packed" else {})
         for group in optimizer.param_groups
     ]
-    state = {}
+    # Whatever somebody keeps there under a key that is no parameter is passed on, as PyTorch does.
+    state: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if optimizer.state.get(p):
@@ -96,23 +102,13 @@ def _resharding(optimizer: "Optimizer") -> bool:
 def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
     storage = optimizer.storage_of(p, dict(group))
     portable: Entry = {"step": entry["step"].clone()}
-    biases = _biases(optimizer, group, entry["step"])
     names = optimizer.states_of(dict(group))
     for name, moment in decode(entry, names, RULES[optimizer.rule].signed, storage).items():
-        portable[name] = wrap_like(moment * biases[name] if name in biases else moment, p)
+        portable[name] = wrap_like(moment, p)
     for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
             portable[name] = wrap_like(entry[name], p) if name == "compensation" else entry[name]
     return portable
-
-
-def _biases(optimizer: "Optimizer", group: Mapping[str, Any], step: Tensor) -> dict[str, Tensor]:
-    """What turns bias-corrected moments into Adam's plain ones, which is what other optimizers keep."""
-    if not optimizer.debiased:
-        return {}
-    t = step.double().clamp(min=1)  # a first step that was skipped left zeros
-    names = [name for name in optimizer.moments if name != "exp_avg_sq" or group.get("beta2_power") is None]
-    return {name: (1 - group["betas"][optimizer.moments.index(name)] ** t).float() for name in names}
 
 
 # --- Loading
@@ -125,25 +121,27 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
         state_dict = state_dict if changed is None else changed
     saved_groups = state_dict["param_groups"]
     _check_groups(optimizer, saved_groups, state_dict["state"])
-    state: dict[Tensor, Entry] = {}
+    state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
     storages: dict[Tensor, Storage] = {}
     groups: list[dict[str, Any]] = []
     names = iter(optimizer.names)
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         if saved.get("amsgrad"):
             raise ValueError("the state was saved with amsgrad=True, whose running maximum cannot be continued here")
-        if saved.get("debiased", optimizer.debiased) != optimizer.debiased:
+        if saved.get("debiased"):
             raise ValueError(
-                "packed moments of StableAdamW are bias-corrected and those of others are not; save it with "
-                f"state_dict(format='portable') to load it into {type(optimizer).__name__}"
+                "the state was saved by an earlier version, whose StableAdamW stored bias-corrected moments; save it "
+                "with that version's state_dict(format='portable')"
             )
         if list(saved.get("moments", optimizer.moments)) != list(optimizer.moments):
             raise ValueError(
                 f"the packed state holds {', '.join(saved['moments'])}, {type(optimizer).__name__} keeps "
                 f"{', '.join(optimizer.moments)}, and codes mean something else there; save it as portable"
             )
-        ours = ("params", "debiased", "moments", *_OWN, *_TORCH)
+        ours = ("params", "packing", "moments", *_OWN, *_TORCH)
         kept = {key: value for key, value in saved.items() if key not in ours}
+        if "param_names" in group:
+            kept["param_names"] = group["param_names"]  # a wrapped model calls them otherwise
         groups.append({**group, **deepcopy(kept)})
         optimizer.check_group(groups[-1])
         for p, place in zip(group["params"], saved["params"], strict=True):
@@ -174,12 +172,28 @@ def _check_groups(optimizer: "Optimizer", saved: list[dict[str, Any]], state: Ma
                 f"that of this optimizer {len(group['params'])}"
             )
         names, others = group.get("param_names"), other.get("param_names")
-        if names and others and names != others:
-            wrong = next((a, b) for a, b in zip(names, others, strict=True) if a != b)
-            raise ValueError(f"group {i} expects {wrong[0]!r} where the state dict has {wrong[1]!r}; order them alike")
-    extra = state.keys() - {place for other in saved for place in other["params"]}
+        for a, b in zip(names or (), others or (), strict=False):
+            if a != b and _unwrapped(a) != _unwrapped(b):
+                raise ValueError(f"group {i} expects {a!r} where the state dict has {b!r}; order them alike")
+    known = {place for other in saved for place in other["params"]}
+    extra = {key for key in state if isinstance(key, int) and key not in known}
     if extra:
         raise ValueError(f"the state dict holds state of parameters that are in no group: {sorted(extra, key=str)}")
+
+
+def _unwrapped(name: str) -> str:
+    """A parameter's name without what torch.compile, DDP, FSDP1 and activation checkpointing put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def adopt(optimizer: "Optimizer", p: Tensor, group: dict[str, Any], entry: Entry) -> Storage:
+    """State that somebody put into `optimizer.state` by hand, kept from now on as this optimizer keeps it."""
+    storage = optimizer.storage_of(p, group)
+    saved = group | {"packing": PACKING}
+    read = _read(optimizer, p, "a parameter", group, saved, entry, storage, convert=False)
+    entry.clear()
+    entry.update(read)
+    return storage
 
 
 def _read(
@@ -197,7 +211,6 @@ def _read(
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
     device = local(p).device
     step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
-    biases = {} if "debiased" in saved else _biases(optimizer, group, step)
     result: Entry = {"step": step}
     names, signed = optimizer.states_of(group), RULES[optimizer.rule].signed
     if names and f"{names[0]}_codes" in entry:
@@ -210,7 +223,6 @@ def _read(
                 f"it has {', '.join(entry)}"
             )
         values = {moment: _fit(entry[moment], p, name, moment).float() for moment in names}
-        values = {moment: x / biases[moment] if moment in biases else x for moment, x in values.items()}
         result |= encode(values, signed, storage)
     extras = optimizer.extras_of(p)
     known = {"step", *extras, *_EXTRAS}.union(
@@ -239,11 +251,18 @@ def _read_codes(
     storage: Storage,
     convert: bool,
 ) -> Entry:
+    for moment in moments:
+        if not isinstance(codes := entry[f"{moment}_codes"], Tensor):
+            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {_UNFLATTENED}")
+    if saved.get("packing") != PACKING:
+        raise ValueError(
+            f"the state dict holds 8-bit codes of packing {saved.get('packing', 1)}, this version reads packing "
+            f"{PACKING}: they mean other numbers. Load it with the version that saved it, and save it there with "
+            "state_dict(format='portable')"
+        )
     theirs, read = Storage(8, saved["block"], saved["codebook"]), {}
     for moment in moments:
         codes, absmax = entry[f"{moment}_codes"], entry[f"{moment}_absmax"]
-        if not isinstance(codes, Tensor):
-            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {_UNFLATTENED}")
         blocks = count_blocks(codes.numel(), theirs.block)
         if codes.dtype != torch.uint8 or absmax.dtype != torch.float32 or absmax.shape != (blocks,):
             raise ValueError(

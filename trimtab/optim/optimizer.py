@@ -63,7 +63,6 @@ class Batch:
 class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]  # in trimtab.ops.step.RULES
     moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
-    debiased: ClassVar[bool] = False  # the stored moments are the bias-corrected ones
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         given = dict(options)
@@ -195,23 +194,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gather(self) -> list[Batch]:
         batches: dict[Key, Batch] = {}
-        where = -1
+        where, seen = -1, set()  # a parameter that is listed twice is updated once
         for number, group in enumerate(self.param_groups):
             self.check_group(group)  # again, for it may have been changed
             bits, block, codebook = group["bits"], group["block"], group["codebook"]
             for p in group["params"]:
                 where += 1
-                if p.grad is None:
+                if p.grad is None or p in seen:
                     continue
+                seen.add(p)
                 state = self.state[p]
                 if not state:
                     self._create(p, group, state)
                 storage = self._storage.get(p)
                 if storage is None:
-                    raise ValueError(
-                        "a parameter has state that this optimizer did not make; load it with load_state_dict, which "
-                        "knows how it is kept"
-                    )
+                    storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
                 changed = storage.block != block or storage.codebook != codebook
                 changed = changed or (storage.bits == 8 and group["skip_zeros"])
                 if changed or (storage.why == "bits=32") != (bits == 32):

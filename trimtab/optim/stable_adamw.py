@@ -1,11 +1,14 @@
 """StableAdamW: AdamW that shortens its step when the second moment is out of date (Wortsman et al. 2023).
 
-    β̂ = β (1 - β^(t-1)) / (1 - β^t)                      debiased, so that m and v need no correction
-    m <- β̂1 m + (1 - β̂1) g
-    v <- β̂2 v + (1 - β̂2) g²
-    RMS_t = √ mean(g² / max(v, eps²))                     over the whole tensor; near 1 while v tracks g²
+    m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
+    v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
+    RMS_t = √ mean(g² / max(v̂, eps²))                    over the whole tensor; near 1 while v̂ tracks g²
     η = lr / max(1, RMS_t / d)
-    p <- p (1 - lr wd) - η m / (√v + eps)
+    p <- p (1 - η wd) - η m̂ / (√v̂ + eps)
+
+The paper writes m̂ and v̂ as averages with the weights β (1 - β^(t-1)) / (1 - β^t), which give the same numbers. The
+state is that of AdamW. Weight decay follows η, as in the paper's algorithm 2, in the later code of its authors and in
+optimi.
 
 A loss spike follows a spike of RMS_t by one to eight steps: v still remembers small gradients when large ones arrive,
 and the update is too long. Dividing by RMS_t takes the excess out before the spike.
@@ -27,7 +30,6 @@ class StableAdamW(Optimizer):
 
     rule = "adamw"
     moments = ("exp_avg", "exp_avg_sq")
-    debiased = True
 
     def __init__(
         self,
@@ -38,15 +40,16 @@ class StableAdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         clip_threshold: float = 1.0,
-        decay_clipped: bool = False,
+        decay_clipped: bool | None = None,
         beta2_power: float | None = None,
         **options: Unpack[Options],
     ) -> None:
         """Args beyond AdamW's:
 
         clip_threshold: d; RMS_t below it leaves the step as it is.
-        decay_clipped: weight decay follows η as in the paper, instead of lr as in its authors' code.
-        beta2_power: λ replaces β̂2 by the schedule 1 - t^-λ.
+        decay_clipped: weight decay follows η; False lets it follow lr, as in the authors' first code. With
+            `independent_decay` it follows neither, and True is refused.
+        beta2_power: λ replaces β2 by the schedule 1 - t^-λ, whose average needs no correction.
         """
         defaults = {
             "lr": lr,
@@ -75,12 +78,13 @@ class StableAdamW(Optimizer):
             grad_scale=batch.grad_scale,
             rms=rms,
             clip=group["clip_threshold"],
-            decay_clipped=group["decay_clipped"],
+            decay_clipped=group["decay_clipped"] is not False,
             beta2_power=group["beta2_power"],
         )
 
     def measure(self, batch: Batch) -> Tensor:
-        _, grads, states, absmax, rows, _, book, _, code, block = self.kernel_arguments(batch, self.rows(batch, None))
+        rows = step_rules.debiased(self.rows(batch, None))
+        _, grads, states, absmax, rows, _, book, _, code, block = self.kernel_arguments(batch, rows)
         count = len(grads)  # the second moments follow the first
         return ratios_unchecked(grads, states[count:], absmax[count:], rows, book, code, block).view(-1, 1)
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from trimtab.nn.tap import WRAPPERS
 from trimtab.ops.sharding import add_up_shards, local
 from trimtab.ops.step import EPS, GRAD_SCALE, gradient_norms_unchecked, norms_unchecked, ratios_unchecked
-from trimtab.ops.step_rules import rms_from_ratios
+from trimtab.ops.step_rules import debiased, rms_from_ratios
 from trimtab.watch.processes import Together
-from trimtab.watch.surface import Batch, collect, moments_of, rows_of, second_rows
+from trimtab.watch.surface import Batch, collect, moments_of, rows_of
 
 SAMPLE = 4096
 PRESENT, GRAD, PARAM, RATIO, UPDATE, EPS_USED = range(6)  # the columns of a tensor's row of sums
@@ -158,7 +158,7 @@ class Signals:
 def _ratios(batch: Batch, rows: Tensor) -> Tensor:
     assert batch.second is not None
     states, absmax = batch.moments(batch.second)
-    return ratios_unchecked(batch.grads, states, absmax, second_rows(rows), batch.books()[1], batch.code, batch.block)
+    return ratios_unchecked(batch.grads, states, absmax, debiased(rows), batch.books()[1], batch.code, batch.block)
 
 
 def _norms(batch: Batch, rows: Tensor) -> Tensor:

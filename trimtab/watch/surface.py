@@ -20,7 +20,7 @@ from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.codebook import Name, load_codebook
 from trimtab.ops.sharding import is_dense, local, shard_like
-from trimtab.ops.step import BETA2, COUPLED, DEBIAS, DECAY, GAIN2, RULES
+from trimtab.ops.step import COUPLED, DECAY, RULES
 
 State = Mapping[str, Any]
 
@@ -114,14 +114,6 @@ def rows_of(optimizer: torch.optim.Optimizer, batch: Batch, sums: Tensor | None 
         batch.steps, betas=tuple(group["betas"][:2]), weight_decay=0.0 if coupled else decay, **common
     )
     rows[:, COUPLED] = decay if coupled else 0.0
-    return rows
-
-
-def second_rows(rows: Tensor) -> Tensor:
-    """The same rows for `gradient_ratios`, whose v is then the bias-corrected one."""
-    rows = rows.clone()
-    rows[:, BETA2] *= rows[:, DEBIAS] ** 2
-    rows[:, GAIN2] *= rows[:, DEBIAS] ** 2
     return rows
 
 
