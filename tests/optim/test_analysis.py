@@ -38,7 +38,7 @@ def analyse(optimizer: torch.optim.Optimizer, method: str, block: int | None) ->
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, optim.AdamW])
-@pytest.mark.parametrize(("method", "block"), [("dynamic", 256), ("quantile", None)])
+@pytest.mark.parametrize(("method", "block"), [("quadratic", 256), ("dynamic", 256), ("quantile", None)])
 def test_every_value_is_counted_once_per_look(kind, method, block):
     analysis, optimizer = optim.ErrorAnalysis(method, block=block), adam(uneven, kind)
     for looks in (1, 2):
@@ -74,6 +74,23 @@ def test_the_order_of_the_data_types_is_that_of_the_paper():
     assert error["dynamic", 256] < error["dynamic", 2048] < error["dynamic", None]
     for block in (None, 2048, 256):
         assert error["linear", block] > 10 * error["dynamic", block]
+
+
+def test_the_default_is_the_code_of_the_optimizers_and_better_than_the_tables():
+    """Also where the sizes of gradients in a block differ by a thousand."""
+    optimizer = adam(uneven)
+    mine, tables = optim.ErrorAnalysis(), optim.ErrorAnalysis("dynamic")
+    for analysis in (mine, tables):
+        analysis.look(optimizer)
+    assert mine.method == optim.AdamW([nn.Parameter(torch.ones(9))]).defaults["codebook"]
+    assert mine.mean_absolute_error < tables.mean_absolute_error
+    by_m, by_v = mine.counts.sum(1), mine.counts.sum(0)
+    assert by_m[1] > 0 < by_m[255]  # codes -127 and 127, the largest of some block
+    assert by_m[0] == 0  # and no -128
+    assert by_v[255] >= SIZE // 256
+    assert by_v[:4].sum() == 0  # a positive second moment takes code 4 or more
+    with pytest.raises(ValueError, match="unknown method 'cubic'; choose one of quadratic"):
+        optim.ErrorAnalysis("cubic")
 
 
 def test_one_scale_for_a_tensor_fails_on_spread_values():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.conftest import assert_same
 from tests.optim.cases import (
@@ -99,7 +99,7 @@ def test_other_blocks_or_codebooks_are_refused_and_converted_when_asked(name, ot
     second = trained(name, steps=2, **other)
     before = snapshot(second)
     with pytest.raises(ValueError, match=r"stored with block=256.*convert=True"):
-        second.load_state_dict(first.state_dict())
+        second.load_state_dict(copy.deepcopy(first.state_dict()))  # it shares the tensors otherwise
     assert_same_snapshots(snapshot(second), before)
     second.load_state_dict(first.state_dict(), convert=True)
     assert_stored_as_told(second, 8)
@@ -159,6 +159,98 @@ def test_stable_adamw_keeps_the_same_state_as_adamw(bits, format):
     assert_same_snapshots(snapshot(stable), snapshot(plain))
     plain.load_state_dict(stable.state_dict(format=format))
     assert_same_snapshots(snapshot(stable), snapshot(plain))
+
+
+# --- What PyTorch's optimizers do too
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch.compile imports what it calls deprecated
+@pytest.mark.parametrize("wrap", [torch.compile, lambda m: nn.ModuleDict({"module": m})], ids=["compile", "ddp"])
+@pytest.mark.parametrize("bits", [8, 32])
+def test_the_state_of_a_wrapped_model_loads_into_the_bare_one_and_back(wrap, bits):
+    bare, wrapped = small_model(), wrap(small_model())
+    names = [name for name, _ in wrapped.named_parameters()]
+    assert names[0].startswith(("_orig_mod.", "module."))
+    first, second = (make("AdamW", model.named_parameters(), bits) for model in (bare, wrapped))
+    train(first, range(3))
+    train(second, range(5))
+    first.load_state_dict(second.state_dict())
+    assert first.param_groups[0]["param_names"] == [name for name, _ in bare.named_parameters()]
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["param_names"] == names
+    assert first.state[params_of(first)[0]]["step"] == second.state[params_of(second)[0]]["step"] == 5
+
+
+def test_other_names_are_still_refused():
+    first = make("AdamW", small_model().named_parameters())
+    saved = copy.deepcopy(first.state_dict())
+    saved["param_groups"][0]["param_names"][1] = "module.0.gain"
+    with pytest.raises(ValueError, match=r"expects '0.bias' where the state dict has 'module.0.gain'"):
+        first.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("format", ["packed", "portable"])
+def test_keys_that_are_no_parameters_survive(format):
+    first, second = trained("AdamW"), trained("AdamW")
+    first.state["global"] = {"seen": torch.tensor(7)}
+    saved = first.state_dict(format=format)
+    assert saved["state"]["global"] == {"seen": torch.tensor(7)}
+    second.load_state_dict(saved)
+    assert second.state["global"] == {"seen": torch.tensor(7)}
+    train(second, range(1))
+
+
+def test_parameters_that_are_listed_twice_have_pytorchs_places():
+    a, b, c = (nn.Parameter(torch.ones(5)) for _ in range(3))
+    places = []
+    for kind in (torch.optim.AdamW, optim.AdamW):
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = kind([a, b, a])
+        optimizer.add_param_group({"params": [c]})
+        optimizer.param_groups[1]["params"].append(b)  # add_param_group would refuse it
+        places.append([group["params"] for group in optimizer.state_dict()["param_groups"]])
+    assert places[0] == places[1]
+    a.grad = b.grad = c.grad = torch.ones(5)
+    optimizer.step()
+    assert_same(a.detach(), b.detach())  # each is updated once
+    assert_same(b.detach(), c.detach())
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_state_put_there_by_hand_is_used(bits):
+    """As ZeroRedundancyOptimizer does. Kept in the way of the optimizer, whichever way it came."""
+    source = trained("AdamW", bits, steps=4)
+    for given in (source.state, dict(enumerate(source.state_dict(format="portable")["state"].values()))):
+        target = make("AdamW", small_model().named_parameters(), bits)
+        for i, (p, q) in enumerate(zip(params_of(target), params_of(source), strict=True)):
+            p.data.copy_(q)
+            target.state[p] = dict(given[q if given is source.state else i])
+        for optimizer in (target, copy.deepcopy(source)):
+            train(optimizer, range(4, 6))
+        assert_same_snapshots(snapshot(target), snapshot(optimizer))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_zero_redundancy_optimizer_saves_and_loads(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model, again = small_model(), small_model()
+        make = lambda m: ZeroRedundancyOptimizer(m.parameters(), optim.AdamW, lr=1e-2, bits=8)  # noqa: E731
+        first, second = make(model), make(again)
+        train(first, range(3))
+        first.consolidate_state_dict()
+        second.load_state_dict(copy.deepcopy(first.state_dict()))  # it shares the tensors otherwise
+        again.load_state_dict(model.state_dict())
+        for optimizer in (first, second):
+            train(optimizer, range(3, 5))
+        assert_same_snapshots(snapshot(first.optim), snapshot(second.optim))
+        assert_stored_as_told(second.optim, 8)
+    finally:
+        dist.destroy_process_group()
 
 
 # --- Failures

@@ -63,6 +63,21 @@ def test_stable_adamw_gives_the_numbers_of_the_worked_example(paper, expected):
     assert p.tolist() == pytest.approx(expected, abs=2e-7)  # float32 of numbers near 1
 
 
+def test_weight_decay_follows_the_shortened_step_unless_told_otherwise():
+    """As in the paper's algorithm 2, in its authors' later code and in optimi."""
+    assert optim.StableAdamW([nn.Parameter(start(3))], independent_decay=True).param_groups[0]["weight_decay"] == 1e-2
+    ends = {}
+    for given in (None, True, False):
+        p = nn.Parameter(torch.ones(4))
+        optimizer = optim.StableAdamW([p], lr=0.1, weight_decay=0.5, decay_clipped=given)
+        for g in (1e-3, 10.0):
+            p.grad = torch.full_like(p, g)
+            optimizer.step()
+        ends[given] = p.detach().clone()
+    assert torch.equal(ends[None], ends[True])
+    assert (ends[True] - ends[False]).abs().min() > 0.01
+
+
 @pytest.mark.parametrize("decay_clipped", [False, True])
 def test_stable_adamw_without_a_clip_is_adamw(decay_clipped):
     options = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}

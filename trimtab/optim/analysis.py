@@ -5,19 +5,21 @@ and the update made of them is compared with the true one:
 
     u = m / (√v + eps)      absolute error |u8 - u|       relative error |u8 - u| / |u + 1e-6|
 
-Counts and errors are added up by (code of m, code of v). A good data type has small errors where the counts are high.
+Counts and errors are added up by (code of m, code of v), codes in the order of their values. A good data type has small
+errors where the counts are high.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trimtab.ops import codebook
 from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
+from trimtab.ops.quadratic import decode_moments, encode_moments
 
-Method = Literal["dynamic-symmetric", "dynamic", "linear", "quantile"]
+Method = Literal["quadratic", "dynamic-symmetric", "dynamic", "linear", "quantile"]
 
 
 class ErrorAnalysis:
@@ -28,7 +30,7 @@ class ErrorAnalysis:
     >>> analysis.mean_relative_error, analysis.counts                # a number, and a 256 x 256 histogram
 
     Args:
-        method: the data type.
+        method: the data type; "quadratic" is what the optimizers use by default.
         block: values per scale; None is one scale for the whole tensor.
         eps: as in the update.
         smallest, largest: tensors with fewer or more values are left out, as the paper leaves out embeddings.
@@ -36,22 +38,26 @@ class ErrorAnalysis:
 
     def __init__(
         self,
-        method: Method = "dynamic-symmetric",
+        method: Method = "quadratic",
         *,
         block: int | None = 256,
         eps: float = 1e-8,
         smallest: int = 8193,
         largest: int = 50_000_000,
     ) -> None:
+        if method not in get_args(Method):
+            raise ValueError(f"unknown method {method!r}; choose one of {', '.join(get_args(Method))}")
         if method == "quantile" and block is not None:
             raise ValueError("quantiles are those of a whole tensor; use block=None with method='quantile'")
         self.method, self.block, self.eps, self.smallest, self.largest = method, block, eps, smallest, largest
         self.counts, self.absolute, self.relative = (torch.zeros(256, 256, dtype=torch.float64) for _ in range(3))
+        self._looks = 0
 
     @torch.no_grad()
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Add this moment of the training to the histograms."""
         found = False
+        self._looks += 1
         for state in optimizer.state.values():
             m, v = _read_moments(state)
             found = True
@@ -69,7 +75,7 @@ class ErrorAnalysis:
         return float(self.relative.sum() / self.counts.sum())
 
     def _add(self, m: Tensor, v: Tensor) -> None:
-        (m_codes, m8), (v_codes, v8) = self._round(m, signed=True), self._round(v, signed=False)
+        (m_codes, m8), (v_codes, v8) = self._round(m, v)
         u, u8 = m / (v.sqrt() + self.eps), m8 / (v8.sqrt() + self.eps)
         error = (u8 - u).abs().double()
         cell = (m_codes.long() * 256 + v_codes.long()).flatten().cpu()
@@ -80,12 +86,21 @@ class ErrorAnalysis:
         ):
             histogram.view(-1).index_add_(0, cell, values.flatten().cpu())
 
-    def _round(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-        """The codes, and what they decode to."""
+    def _round(self, m: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The codes of m and of v, and what they decode to."""
+        if self.method == "quadratic":
+            block, signed = self.block or m.numel(), [True, False]
+            stored = encode_moments([m, v], signed, block, step=self._looks)
+            m8, v8 = decode_moments([c for c, _ in stored], [a for _, a in stored], signed, block)
+            return [(stored[0][0].view(torch.int8).int() + 128, m8), (stored[1][0], v8)]
+        return [self._round_one(m, signed=True), self._round_one(v, signed=False)]
+
+    def _round_one(self, x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
         if self.method == "quantile":
             book = codebook.quantile(x)
             codes = torch.bucketize(x, codebook.midpoints(book))
             return codes, book[codes]
+        assert self.method != "quadratic"
         book = codebook.load_codebook(self.method, signed=signed).to(x.device)
         block = self.block or x.numel()
         codes, absmax = quantize_blockwise(x, book, block=block)

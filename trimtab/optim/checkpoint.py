@@ -59,9 +59,11 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
         raise ValueError(
             "packed codes belong to one way of cutting the parameters into shards; save sharded state as portable"
         )
-    places: dict[Tensor, int] = {}
-    for i, p in enumerate(params):
-        places.setdefault(p, i)  # a parameter that is listed twice goes by its first place
+    places: dict[Tensor, int] = {}  # PyTorch's, also where a parameter is listed twice
+    start = 0
+    for group in optimizer.param_groups:
+        places |= {p: i for i, p in enumerate(group["params"], start) if p not in places}
+        start += len(group["params"])
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
