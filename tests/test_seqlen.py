@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from collections import namedtuple
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -113,15 +114,17 @@ def test_steps_that_the_papers_tokens_take(start, end, steps, batch, tokens, exp
 def warmups(draw: st.DrawFn, kinds: tuple[str, ...] = ("linear", "root", "two-stage", "mixed")) -> SeqLenWarmup:
     multiple = draw(st.sampled_from([1, 2, 8, 64]))
     start = multiple * draw(st.integers(1, 10))
+    kind: Any = draw(st.sampled_from(kinds))
     return SeqLenWarmup(
         start=start,
         end=start + draw(st.integers(0, 1000)),
         steps=draw(st.integers(1, 500)),
         multiple=multiple,
-        kind=draw(st.sampled_from(kinds)),  # type: ignore[arg-type]
+        kind=kind,
         degree=draw(st.floats(0.3, 4)),
         seed=draw(st.integers(0, 5)),
         cut_mode=draw(st.sampled_from(["truncate", "reshape"])),  # type: ignore[arg-type]
+        arithmetic=draw(st.sampled_from(["exact", "deepspeed"])) if kind in ("linear", "root") else "exact",
     )
 
 
@@ -532,7 +535,7 @@ def block(**changes: Any) -> dict[str, Any]:
 
 
 def test_deepspeeds_block_is_read_from_wherever_it_is(tmp_path):
-    expected = SeqLenWarmup(start=64, end=1024, steps=45_000, multiple=8)
+    expected = SeqLenWarmup(start=64, end=1024, steps=45_000, multiple=8, arithmetic="deepspeed")
     config = {"train_batch_size": 4096, "curriculum_learning": block()}
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
@@ -547,6 +550,56 @@ def test_deepspeeds_root_and_discrete_are_read():
     stages = {"difficulty": [1, 2, 3, 4, 5], "max_step": [2, 4, 6, 8]}
     changes = {"schedule_type": "fixed_discrete", "schedule_config": stages, "min_difficulty": 1, "max_difficulty": 5}
     assert lengths(read_deepspeed(block(**changes)), 1, 2, 3, 8, 9) == [1, 1, 2, 4, 5]
+
+
+def deepspeeds(step: int, block: dict[str, Any]) -> int:
+    """DeepSpeed's CurriculumScheduler, transcribed: fixed_linear is fixed_root with degree 1."""
+    settings, least, most = block["schedule_config"], block["min_difficulty"], block["max_difficulty"]
+    root_degree = settings.get("root_degree", 1)
+    difficulty = (float(step) / settings["total_curriculum_step"]) ** (1.0 / root_degree)
+    difficulty = math.floor(difficulty * (most - least) + least)
+    difficulty -= difficulty % settings["difficulty_step"]
+    return min(difficulty, most)
+
+
+def paced(first: int, last: int, total: int, multiple: int, degree: int | None) -> dict[str, Any]:
+    settings = {"total_curriculum_step": total, "difficulty_step": multiple}
+    kind = "fixed_linear" if degree is None else "fixed_root"
+    settings |= {} if degree is None else {"root_degree": degree}
+    return block(min_difficulty=first, max_difficulty=last, schedule_type=kind, schedule_config=settings)
+
+
+@pytest.mark.parametrize("degree", [None, 1, 2, 3, 4, 5])  # None: fixed_linear
+@pytest.mark.parametrize("total", [1, 7, 225, 1000, 4913, 11_500])
+def test_every_step_has_deepspeeds_length(degree, total):
+    for first, last, multiple in ((8, 128, 8), (64, 1024, 8), (16, 2048, 16), (1, 100, 1), (8, 100, 8), (64, 64, 64)):
+        config = paced(first, last, total, multiple, degree)
+        warmup, steps = read_deepspeed(config), range(total + total // 4 + 20)
+        assert lengths(warmup, *steps) == [deepspeeds(step, config) for step in steps], (first, last, multiple)
+
+
+def test_deepspeeds_floats_are_kept_where_they_fall_short_and_only_for_it():
+    # √(8450/45000) = 13/30 and √(33800/45000) = 26/30, so the exact lengths are 480 and 896, both multiples of 8.
+    config = paced(64, 1024, 45_000, 8, 2)
+    warmup = read_deepspeed(config)
+    assert lengths(warmup, 8_450, 33_800) == [472, 888]
+    exact = replace(warmup, arithmetic="exact")
+    assert lengths(exact, 8_450, 33_800) == [480, 896]
+    steps = range(46_000)
+    assert lengths(warmup, *steps) == [deepspeeds(step, config) for step in steps]
+    assert [step for step in steps if warmup.at(step) != exact.at(step)] == [8_450, 33_800]
+    # Linear: 1 + 100 · 29/50 is 59, and in floats just below.
+    linear = read_deepspeed(paced(1, 101, 50, 1, None))
+    assert (linear.at(29), replace(linear, arithmetic="exact").at(29)) == (58, 59)
+
+
+def test_deepspeeds_arithmetic_is_refused_where_there_is_none():
+    with pytest.raises(
+        ValueError, match="belongs to kind='linear' or 'root', got kind='mixed'; try arithmetic='exact'"
+    ):
+        SeqLenWarmup(start=8, end=64, steps=9, kind="mixed", arithmetic="deepspeed")
+    with pytest.raises(ValueError, match="arithmetic='float' is not known; try 'exact' or 'deepspeed'"):
+        SeqLenWarmup(start=8, end=64, steps=9, arithmetic="float")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.conftest import seed
 from tests.processes import mesh, on_two_processes
 from trimtab.nn import kinds
+from trimtab.nn.convert import convert_linears, revert_linears
 from trimtab.nn.kinds import make_kind
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear
 from trimtab.ops import backends, int8
@@ -226,6 +227,134 @@ def test_what_cannot_be_multiplied_is_refused_in_words():
         SwitchBackLinear(4, 4, kind="llm-int8", threshold=-1.0)
     with pytest.raises(ValueError, match="when must be"):
         SwitchBackLinear(4, 4, when="sometimes")
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's, which is recognised by its name."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.zeros(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+
+LIMIT = 133_144  # the largest n with n * 127^2 < 2^31
+
+
+@pytest.mark.parametrize("kind", ["switchback", "switchback-m", "switchback-q", "llm-int8"])
+def test_more_features_than_int32_can_sum_over_are_refused_when_the_layer_is_built(kind):
+    assert LIMIT * 127**2 < 2**31 <= (LIMIT + 1) * 127**2
+    for n, m, name in ((LIMIT + 1, 2, "in_features"), (2, LIMIT + 1, "out_features")):
+        message = f"{name}=133145 is above 133144, where an int8 product could overflow int32; use nn.Linear"
+        with pytest.raises(ValueError, match=message):
+            SwitchBackLinear(n, m, kind=kind)
+        with pytest.raises(ValueError, match=message):
+            SwitchBackConv1D(m, n, kind=kind)
+    for module in (SwitchBackLinear(LIMIT, 2, kind=kind), SwitchBackLinear(2, LIMIT, kind=kind)):
+        x = torch.ones(1, module.in_features, requires_grad=True)
+        module(x).sum().backward()  # both products run at the limit
+        assert x.grad.isfinite().all()
+    assert SwitchBackLinear(2, LIMIT + 1, kind="fp8-switchback")(torch.ones(1, 2)).shape == (1, LIMIT + 1)
+
+
+def test_conversion_leaves_layers_with_too_many_features_as_they_are():
+    layers = {"wide": nn.Linear(2, LIMIT + 1), "long": nn.Linear(LIMIT + 1, 2), "conv": Conv1D(LIMIT + 1, 2)}
+    model = nn.ModuleDict({**layers, "fits": nn.Linear(2, LIMIT)})
+    report = convert_linears(model)
+    assert report.converted.keys() == {"fits"}
+    why = "features=133145 is above 133144, where an int8 product could overflow int32"
+    assert report.kept == {"wide": f"out_{why}", "long": f"in_{why}", "conv": f"out_{why}"}
+    assert all(model[name] is module for name, module in layers.items())
+    # float8 is multiplied in floating point, and an output head is kept for what it is.
+    assert convert_linears(model, "fp8-switchback", only="wide").converted.keys() == {"wide"}
+    assert "output head" in convert_linears(nn.ModuleDict({"lm_head": nn.Linear(2, LIMIT + 1)})).kept["lm_head"]
+
+
+# --- Derivatives that are not there
+
+
+NO_SECOND = r"\(in_features=96, out_features=48\) has no second derivative.*revert_linears\(model\)"
+NO_TRANSFORM = r"\(in_features=96, out_features=48\) works with backward\(\) only.*revert_linears\(model\)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_refused_and_never_wrong(kind):
+    module, x = layer(kind=kind), torch.randn(5, 96, generator=seed(1), requires_grad=True)
+    for wanted in (x, module.weight, module.bias):
+        with pytest.raises(RuntimeError, match=NO_SECOND):
+            torch.autograd.grad(module(x).square().sum(), wanted, create_graph=True)
+    with pytest.raises(RuntimeError, match=NO_SECOND):
+        module(x).square().sum().backward(create_graph=True)
+    # A gradient penalty behind a last layer: its gradient does not depend on the input, but on the weight.
+    y = module(x).sum()
+    with pytest.raises(RuntimeError, match=NO_SECOND):
+        (y + torch.autograd.grad(y, x, create_graph=True)[0].square().sum()).backward()
+    # This one gave zeros.
+    with pytest.raises(RuntimeError, match=NO_SECOND):
+        torch.autograd.functional.hessian(lambda x: module(x).square().sum(), x.detach())
+    assert module.weight.grad is None
+
+
+def test_first_derivatives_several_at_once_are_those_one_by_one():
+    for kind in KINDS:
+        module, x = layer(kind=kind), torch.randn(5, 96, generator=seed(1), requires_grad=True)
+        y, grads = module(x), torch.randn(3, 5, 48, generator=seed(2))
+        wanted = x, module.weight, module.bias
+        together = torch.autograd.grad(y, wanted, grads, is_grads_batched=True, retain_graph=True)
+        alone = [torch.autograd.grad(y, wanted, g, retain_graph=True) for g in grads]
+        for got, expected in zip(together, zip(*alone, strict=True), strict=True):
+            torch.testing.assert_close(got, torch.stack(expected), rtol=1e-6, atol=1e-6)
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, in forward mode
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_is_refused_and_works_after_reverting(kind, name):
+    module, x = layer(kind=kind), torch.randn(2, 96, generator=seed(1))
+    with pytest.raises(RuntimeError, match=NO_TRANSFORM):
+        TRANSFORMS[name](module, x)
+    model = nn.Sequential(module)
+    revert_linears(model)
+    TRANSFORMS[name](model, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, in forward mode
+def test_forward_mode_and_transformed_parameters_are_refused():
+    module, x = layer(), torch.randn(2, 96, generator=seed(1))
+    with pytest.raises(RuntimeError, match=NO_TRANSFORM), torch.autograd.forward_ad.dual_level():
+        module(torch.autograd.forward_ad.make_dual(x, x))
+    with pytest.raises(RuntimeError, match=NO_TRANSFORM):
+        torch.func.grad(lambda p: torch.func.functional_call(module, p, (x,)).sum())(dict(module.named_parameters()))
+    # Without a transform, functional_call is a call.
+    assert torch.equal(torch.func.functional_call(module, dict(module.named_parameters()), (x,)), module(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, in forward mode
+@pytest.mark.parametrize("name", ["grad", "vmap", "jvp"])
+def test_torch_func_is_refused_in_a_compiled_function_too(name):
+    module, x = layer(), torch.randn(2, 96, generator=seed(1))
+    with pytest.raises(RuntimeError, match=NO_TRANSFORM):
+        torch.compile(lambda x: TRANSFORMS[name](module, x), backend="aot_eager")(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, in forward mode
+def test_small_calls_in_float_have_all_derivatives():
+    module, x = layer(when="faster"), torch.randn(2, 96, generator=seed(1))
+    assert module.int8_from > len(x)
+    for form in (torch.func.hessian, torch.func.jacfwd, torch.func.grad):
+        got, expected = (form(lambda x, m=m: m(x).square().sum())(x) for m in (module, plain(module)))
+        torch.testing.assert_close(got, expected)
 
 
 # --- The weight's codes

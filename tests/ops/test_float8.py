@@ -10,6 +10,18 @@ from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
 
 # Largest value, bits of mantissa, smallest normal exponent, smallest subnormal.
 FORMATS = {"e4m3": (448.0, 3, -6, 2.0**-9), "e5m2": (57344.0, 2, -14, 2.0**-16)}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def assert_same_and_signed(got, expected):
+    """Bit for bit, and -0 is not 0."""
+    assert_same(got, expected)
+    assert torch.equal(got.signbit()[~got.isnan()], expected.signbit()[~got.isnan()])
+
+
+def beside_largest(x, name):
+    """Each value in a row of its own, beside the format's largest: up to that value the row's scale is 1."""
+    return torch.stack([x, torch.full_like(x, FORMATS[name][0])], dim=1)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -30,11 +42,52 @@ def test_the_values_are_those_of_the_standard(name):
     expected = torch.tensor([largest, smallest, 0.0, 2.0**lowest, -(2.0**lowest), 1.0, 0.0])
     torch.testing.assert_close(round_float8_tensorwise(x, name), expected, rtol=1e-6, atol=0)
     # Every code of the format comes back as itself.
-    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
-    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = torch.arange(256, dtype=torch.uint8).view(DTYPES[name]).float()
     values = values[values.isfinite()]
     assert len(values) == 2 * {"e4m3": 127, "e5m2": 124}[name]
     torch.testing.assert_close(round_float8_tensorwise(values, name), values, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_16_bit_value_rounds_as_in_pytorchs_cast_at_scale_1(name, dtype):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    got, cast = round_float8_rowwise(beside_largest(x, name), name)[:, 0], x.to(DTYPES[name]).to(dtype)
+    # Ties, subnormals, both zeros and NaN. The cast holds what is above the largest value at it or makes it a NaN or an
+    # Inf; here the scale follows a larger value, which comes back as it is. Inf spoils its row.
+    inside = ~(x.abs() > FORMATS[name][0])
+    assert_same_and_signed(got[inside], cast[inside])
+    assert_same(got[~inside], torch.where(x.isinf(), math.nan, x)[~inside])
+    # One scale for all of them.
+    within = x[x.abs() <= FORMATS[name][0]]
+    assert_same_and_signed(round_float8_tensorwise(within, name), within.to(DTYPES[name]).to(dtype))
+
+
+@pytest.mark.parametrize("power", [-20, -1, 0, 3, 20])
+@pytest.mark.parametrize("name", FORMATS)
+def test_float32_rounds_as_in_pytorchs_cast_where_the_scale_is_a_power_of_two(name, power):
+    largest, _, _, smallest = FORMATS[name]
+    exponents = torch.empty(100_000).uniform_(math.log2(smallest) - 2, math.log2(largest), generator=seed(0))
+    x = exponents.exp2().clamp(max=largest) * torch.randn(100_000, generator=seed(1)).sign()
+    # The middles between neighbours, where half goes to even, and the floats beside them.
+    values = torch.arange(256, dtype=torch.uint8).view(DTYPES[name]).float()
+    values = values[values.isfinite()].sort().values
+    ties = (values[1:] + values[:-1]) / 2
+    beside = [ties.nextafter(torch.tensor(side)) for side in (math.inf, -math.inf)]
+    x = torch.cat([x, values, ties, *beside])
+    expected = x.to(DTYPES[name]).float()
+    assert_same_and_signed(round_float8_tensorwise(x * 2.0**power, name), expected * 2.0**power)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_value_comes_back_at_every_scale(name):
+    scales = torch.empty(2000).uniform_(-149, 128, generator=seed(0)).exp2()
+    smallest, largest = torch.arange(1, 65, dtype=torch.int32), 0x7F7FFFFF - torch.arange(64, dtype=torch.int32)
+    scales = torch.cat([scales, smallest.view(torch.float32), largest.view(torch.float32)])
+    x = torch.stack([scales, torch.zeros_like(scales), -scales], dim=1)
+    rounded = round_float8_rowwise(x, name)
+    assert rounded.isfinite().all()
+    assert ((rounded - x).abs() <= 2.0**-23 * x.abs()).all()  # a last place of float32
 
 
 def test_rows_have_their_own_scale():

@@ -50,6 +50,55 @@ def test_its_derivatives_are_those_of_the_function():
     assert torch.autograd.gradgradcheck(gelu, x)
 
 
+# --- Second derivatives and torch.func
+
+POINTS = torch.cat([torch.linspace(-8, 8, 65), torch.tensor([0.0, -0.75, 25.0, -25.0, 40.0, -40.0])])
+
+
+def curvature(x: Tensor, function=gelu) -> Tensor:
+    x = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    return torch.autograd.grad(grad.sum(), x)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_second_derivative_is_computed_in_float32_and_rounded_once(dtype):
+    x = POINTS.to(dtype)
+    expected = curvature(x.double(), gelu_reference)
+    got = curvature(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, rtol=max(torch.finfo(dtype).eps, 1e-5), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, in forward mode
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_torch_func_gives_the_derivatives(transform):
+    if transform is torch.func.hessian:
+        got, expected = torch.func.hessian(lambda x: gelu(x).sum())(POINTS), curvature(POINTS.double(), torch_gelu)
+        atol = 2e-5  # s (1 - s) cancels in the derivative of the definition, times x z'^2
+    else:
+        got, expected, atol = transform(gelu)(POINTS), slope(POINTS.double(), torch_gelu), 1e-6
+    torch.testing.assert_close(got, expected.float().diag(), rtol=1e-5, atol=atol)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # PyTorch's own, in forward mode
+def test_vmap_jvp_and_their_compositions_give_the_derivatives():
+    x, v = torch.randn(4, 9, generator=seed(0)), torch.randn(4, 9, generator=seed(1))
+    torch.testing.assert_close(torch.func.vmap(gelu)(x), gelu(x), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(lambda x: gelu(x).sum()))(x), slope(x))
+    value, tangent = torch.func.jvp(gelu, (x,), (v,))
+    torch.testing.assert_close((value, tangent), (gelu(x), v * slope(x)))
+    with torch.autograd.forward_ad.dual_level():
+        y = gelu(torch.autograd.forward_ad.make_dual(x, v))
+        torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(y).tangent, v * slope(x))
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_autograds_own_hessian_is_right_one_by_one_and_batched(vectorize):
+    got = torch.autograd.functional.hessian(lambda x: gelu(x).sum(), POINTS, vectorize=vectorize)
+    torch.testing.assert_close(got, curvature(POINTS.double(), torch_gelu).float().diag(), rtol=1e-5, atol=1e-6)
+
+
 # --- The kernel
 
 

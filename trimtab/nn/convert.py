@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from trimtab.nn.kinds import LinearKind
+from trimtab.nn.kinds import LinearKind, why_too_large
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
@@ -68,7 +68,7 @@ def convert_linears(
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     report, made = Report(kind), dict[int, Any]()
     for parent, key, name, module in places:
-        why = _why_kept(name, module, skipped, chosen, tied)
+        why = _why_kept(name, module, skipped, chosen, tied) or why_too_large(kind, *_sizes(module))
         if why is None and id(module) not in made:
             made[id(module)] = _quantized(module, kind, threshold, when)
         if why is None:
@@ -132,14 +132,21 @@ def _why_kept(
 
 def _quantized(module: nn.Module, kind: LinearKind, threshold: float, when: When) -> Any:
     new: SwitchBackLinear | SwitchBackConv1D
+    n_in, n_out = _sizes(module)
     if isinstance(module, nn.Linear):
-        sizes = module.in_features, module.out_features
-        new = SwitchBackLinear(*sizes, device="meta", kind=kind, threshold=threshold, when=when)
+        new = SwitchBackLinear(n_in, n_out, device="meta", kind=kind, threshold=threshold, when=when)
     else:
-        nx, nf = cast(Tensor, module.weight).shape
-        new = SwitchBackConv1D(nf, nx, kind=kind, threshold=threshold, when=when)
+        new = SwitchBackConv1D(n_out, n_in, kind=kind, threshold=threshold, when=when)
         new.original = type(module)  # what revert_linears makes
     return _with_parameters_of(module, new)
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """in_features and out_features."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    n_in, n_out = cast(Tensor, module.weight).shape
+    return n_in, n_out
 
 
 def _plain(module: SwitchBackLinear | SwitchBackConv1D) -> nn.Module:

@@ -178,6 +178,15 @@ class Float8Tensorwise(Float8SwitchBack):
         return round_float8_tensorwise(g, "e5m2")
 
 
+def why_too_large(kind: str, in_features: int, out_features: int) -> str | None:
+    """Why the int8 products cannot sum over so many features, or None. float8 sums in floating point."""
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        # The forward product sums over in_features, the gradient of the input over out_features.
+        if size > MAX_INNER and not kind.startswith("fp8"):
+            return f"{name}={size} is above {MAX_INNER}, where an int8 product could overflow int32"
+    return None
+
+
 def make_kind(kind: str, threshold: float = 0.0) -> SwitchBack:
     if threshold and kind != "llm-int8":
         raise ValueError(f"threshold belongs to llm-int8, whose outliers it takes out; {kind} has none")

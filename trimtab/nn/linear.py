@@ -12,15 +12,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from trimtab.nn.kinds import LinearKind, SwitchBack, Tensors, make_kind
+from trimtab.nn.kinds import LinearKind, SwitchBack, Tensors, make_kind, why_too_large
 from trimtab.nn.rounding import Rounding
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.fingerprint import fingerprint
 from trimtab.ops.int8 import NEVER, gains_from
 
 When = Literal["always", "faster"]
+_REMEDY = "use nn.Linear: revert_linears(model) puts the plain layers back"
 _SAMPLES = 4096  # values of a frozen weight that are looked at in every call
 
 
@@ -39,7 +41,7 @@ class QuantizedProduct(torch.autograd.Function):
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, kept = kind.forward(rows, w, weight_codes, bias)
-        ctx.kind, ctx.rounding, ctx.count = kind, rounding, len(weight_codes)
+        ctx.kind, ctx.rounding, ctx.count, ctx.sizes = kind, rounding, len(weight_codes), w.shape
         ctx.w_dtype, ctx.bias_dtype = w.dtype, None if bias is None else bias.dtype
         wants_x, wants_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(*(weight_codes if wants_x else ()), *(kept if wants_w else ()))
@@ -47,8 +49,19 @@ class QuantizedProduct(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        # `once_differentiable` alone cuts the graph: second derivatives that go around it would lose a term silently.
+        # Gradients are enabled here by create_graph=True only; a compiled backward pass refuses it by itself.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{_describe(*ctx.sizes)} has no second derivative, which create_graph=True asks for; leave "
+                f"create_graph out, or {_REMEDY}"
+            )
+        return QuantizedProduct._backward(ctx, g)
+
+    @staticmethod
+    @once_differentiable
+    def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         wants_x, wants_w, wants_bias, *_ = ctx.needs_input_grad
         saved, shape = ctx.saved_tensors, g.shape
         g = g.reshape(-1, shape[-1]).contiguous()
@@ -62,6 +75,10 @@ class QuantizedProduct(torch.autograd.Function):
             dw = ctx.kind.grad_weight(g, kept).to(ctx.w_dtype) if wants_w else None
             db = g.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
         return dx, dw, db, None, None, *[None] * ctx.count
+
+
+def _describe(out_features: int, in_features: int) -> str:
+    return f"a quantized linear layer (in_features={in_features}, out_features={out_features})"
 
 
 class _Quantized(nn.Module):
@@ -101,6 +118,7 @@ class _Quantized(nn.Module):
             raise ValueError(f"the input is {x.dtype}, the weight {w.dtype}; cast one, or use torch.autocast")
         if self.int8_from > x.numel() // self.in_features:
             return nn.functional.linear(x, w, bias)
+        _check_not_transformed(w)
         if self.rounding is not None:
             by_row, rows = self.products.by_row, x.detach().reshape(-1, self.in_features).contiguous()
             self.rounding.see("input", rows, self.products.round_input(rows), "input" in by_row)
@@ -171,6 +189,21 @@ class _Quantized(nn.Module):
         return shown + (f", in float below {self.int8_from} tokens" if self.int8_from else "")
 
 
+def _check_sizes(kind: str, in_features: int, out_features: int) -> None:
+    why = why_too_large(kind, in_features, out_features)
+    if why is not None:
+        raise ValueError(f"{why}; use nn.Linear for this layer, or split it")
+
+
+def _check_not_transformed(w: Tensor) -> None:
+    # The compiler knows the answer too: without this a compiled torch.func.grad would be wrong.
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"{_describe(*w.shape)} works with backward() only, not with torch.func (grad, vmap, jvp, hessian ...) or "
+            f"forward-mode derivatives; {_REMEDY}"
+        )
+
+
 class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
     """nn.Linear with quantized products.
 
@@ -192,6 +225,7 @@ class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
         threshold: float = 0.0,
         when: When = "always",
     ) -> None:
+        _check_sizes(kind, in_features, out_features)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         self._set_kind(kind, threshold, when)
 
@@ -205,6 +239,7 @@ class SwitchBackConv1D(_Quantized):
     def __init__(
         self, nf: int, nx: int, *, kind: LinearKind = "switchback", threshold: float = 0.0, when: When = "always"
     ) -> None:
+        _check_sizes(kind, nx, nf)
         super().__init__()
         self.nf, self.nx = self.out_features, self.in_features = nf, nx
         self.original: Callable[[int, int], nn.Module] | None = None  # the class it was converted from

@@ -48,7 +48,13 @@ def _round(x: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     finite = absmax.isfinite()
     scale = torch.where(finite & (absmax > 0), absmax, 1.0)
-    # x / scale may round to just above 1; float8_e4m3fn has no Inf, and PyTorch would make that a NaN.
-    unit = (x.float() / scale * largest).clamp(-largest, largest)
-    rounded = unit.to(dtype).float() / largest * scale
+    # Both formats end at 7/8 of a power of two. Dividing by it as 7/8 and as a power makes the division exact where the
+    # scale is a power of two, so ties stay ties: x / scale * largest would move some. A large scale is divided by 7/4
+    # instead, or it could overflow; a small one must not be, or it could underflow.
+    small = scale < 1
+    power = largest / torch.where(small, 0.875, 1.75)
+    factor = scale / torch.where(small, 0.875, 1.75)
+    # x / factor may round to just above the largest value; float8_e4m3fn has no Inf, and PyTorch would make it a NaN.
+    unit = (x.float() / factor * power).clamp(-largest, largest)
+    rounded = unit.to(dtype).float() / power * factor
     return torch.where(finite, rounded, torch.nan).to(x.dtype)

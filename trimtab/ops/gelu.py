@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from trimtab.ops import backends
 from trimtab.ops.checks import FLOATS
@@ -30,11 +31,13 @@ GRAIN = 1 << 15  # values from which on it pays to wake other threads
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Of every value, in the dtype of `x` and contiguous. Differentiable twice and more."""
+    """Of every value, in the dtype of `x` and contiguous. Differentiable twice and more, and by torch.func."""
     if not x.is_floating_point():
         raise ValueError(f"gelu needs floating-point values, got {x.dtype}; x.float() makes them")
     if torch.compiler.is_compiling():
         return gelu_reference(x)  # the compiler fuses it with its neighbours
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return gelu_reference(x)  # torch.func and forward-mode derivatives take plain PyTorch
     y: Tensor = _Gelu.apply(x)
     return y
 
@@ -65,7 +68,7 @@ def _logit_slope(x: Tensor) -> Tensor:
 
 def _second_slope(x: Tensor) -> Tensor:
     """The slope's slope, for whoever differentiates twice. Plain PyTorch, so that it can be differentiated again."""
-    x = x.clamp(-FAR, FAR)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)).clamp(-FAR, FAR)
     s, other, slope = _logit(x).sigmoid(), (-_logit(x)).sigmoid(), _logit_slope(x)
     return s * other * (2 * slope + x * slope.square() * (other - s) + 6 * CUBIC * x.square())
 
@@ -78,8 +81,7 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        backward = _Backward.apply if torch.is_grad_enabled() else _backward  # enabled by create_graph=True
-        return backward(grad, *ctx.saved_tensors)
+        return _differentiable_backward(grad, *ctx.saved_tensors)
 
 
 class _Backward(torch.autograd.Function):
@@ -91,7 +93,16 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, Tensor]:
         grad, x = ctx.saved_tensors
-        return _Backward.apply(upper, x), upper * grad * _second_slope(x)
+        return _differentiable_backward(upper, x), (upper * grad * _second_slope(x)).to(x.dtype)
+
+
+def _differentiable_backward(grad: Tensor, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():  # create_graph=True enables it
+        return _backward(grad, x)
+    if torch._C._are_functorch_transforms_active():  # several gradients at once: is_grads_batched=True
+        return backward_reference(grad, x)
+    result: Tensor = _Backward.apply(grad, x)
+    return result
 
 
 # Not `custom_op` and its autograd: its wrappers take 60 us more per forward and backward than these classes, which is

@@ -3,8 +3,9 @@
     {"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen", "min_difficulty": 64, "max_difficulty": 1024,
         "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 45000, "difficulty_step": 8}}}
 
-gives the same lengths at the same steps as DeepSpeed did; newer versions of it refuse the block. What would give other
-lengths is refused, and so is every key that is not understood: a schedule read wrongly shows only in the loss.
+gives the same lengths at the same steps as DeepSpeed did, by its own floating-point arithmetic; newer versions of it
+refuse the block. What would give other lengths is refused, and so is every key that is not understood: a schedule read
+wrongly shows only in the loss.
 """
 
 import json
@@ -41,10 +42,15 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> SeqLenWarmup:
 
 
 def _read_paced(first: int, last: int, settings: Mapping[str, Any]) -> SeqLenWarmup:
-    paced = {"steps": settings["total_curriculum_step"], "multiple": settings["difficulty_step"]}
-    if "root_degree" in settings:
-        return SeqLenWarmup(start=first, end=last, kind="root", degree=settings["root_degree"], **paced)
-    return SeqLenWarmup(start=first, end=last, **paced)
+    root = {"kind": "root", "degree": settings["root_degree"]} if "root_degree" in settings else {}
+    return SeqLenWarmup(
+        start=first,
+        end=last,
+        steps=settings["total_curriculum_step"],
+        multiple=settings["difficulty_step"],
+        arithmetic="deepspeed",
+        **root,
+    )
 
 
 def _read_discrete(first: int, last: int, settings: Mapping[str, Any]) -> SeqLenWarmup:

@@ -12,7 +12,7 @@ learning rates train stably.
     loss = model(**warmup.cut(batch, step))
 
 Li et al. 2022, "The Stability-Efficiency Dilemma", section 4. The rounding is DeepSpeed's, with the lower clamp that it
-lacked for years.
+lacked for years. Its floating-point errors are not: arithmetic="deepspeed" has them, for a run that must be repeated.
 """
 
 import math
@@ -26,6 +26,7 @@ from trimtab.schedule.checks import check_choice, check_clock, check_number, che
 from trimtab.schedule.cut import Mode, cut, kept
 
 Kind = Literal["linear", "root", "discrete", "two-stage", "mixed"]
+Arithmetic = Literal["exact", "deepspeed"]
 
 
 class Lengths:
@@ -98,17 +99,26 @@ class SeqLenWarmup(Lengths):
     until: tuple[int, ...] = ()  # discrete: the last step of each length but the last
     seed: int = 0  # of mixed
     cut_mode: Mode = "truncate"  # reshape keeps the tokens as more rows: a larger batch, hence another method
+    # Of linear and root. deepspeed: its floats, in which a length that is exactly a multiple can come out one below and
+    # is then rounded down to the multiple before.
+    arithmetic: Arithmetic = "exact"
 
     def __post_init__(self) -> None:
         check_whole(self, 1, "start", "end", "steps", "multiple")
         check_whole(self, 0, "seed")
         check_choice(self, "kind", Kind)
         check_choice(self, "cut_mode", Mode)
+        check_choice(self, "arithmetic", Arithmetic)
         check_number(self, "degree", above=0)
         if self.degree > 10:
             raise ValueError(f"degree={self.degree} is at nearly full length from the first step; try degree=2.0")
         if self.start > self.end:
             raise ValueError(f"start={self.start} is above end={self.end}; try start={self.end}")
+        if self.arithmetic == "deepspeed" and self.kind not in ("linear", "root"):
+            raise ValueError(
+                f"arithmetic='deepspeed' belongs to kind='linear' or 'root', got kind={self.kind!r}; "
+                "try arithmetic='exact'"
+            )
         # Lists come from JSON; a frozen config is hashable.
         object.__setattr__(self, "lengths", tuple(self.lengths))
         object.__setattr__(self, "until", tuple(self.until))
@@ -122,8 +132,15 @@ class SeqLenWarmup(Lengths):
             raise ValueError(
                 f"got lengths={tuple(lengths)} and until={tuple(until)}; try lengths=(64, 1024), until=(1000,)"
             )
-        ends = {"start": lengths[0], "end": lengths[-1], "steps": until[-1]}
-        return cls(kind="discrete", lengths=tuple(lengths), until=tuple(until), cut_mode=cut_mode, **ends)
+        return cls(
+            start=lengths[0],
+            end=lengths[-1],
+            steps=until[-1],
+            kind="discrete",
+            lengths=tuple(lengths),
+            until=tuple(until),
+            cut_mode=cut_mode,
+        )
 
     @staticmethod
     def custom(function: Callable[[int], int], *, end: int, cut_mode: Mode = "truncate") -> "CustomSeqLen":
@@ -159,6 +176,10 @@ class SeqLenWarmup(Lengths):
         return tuple(sorted({self.start, *range(first, self.end, self.multiple), self.end}))
 
     def _pace(self, step: int) -> int:
+        if self.arithmetic == "deepspeed":
+            # CurriculumScheduler, operation by operation: another order would round differently.
+            root = (float(step) / self.steps) ** (1.0 / (self.degree if self.kind == "root" else 1))
+            return math.floor(root * (self.end - self.start) + self.start)
         if self.kind == "linear":
             # In whole numbers: a float quotient can land just below an exact multiple.
             return self.start + (self.end - self.start) * step // self.steps
