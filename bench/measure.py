@@ -3,7 +3,9 @@
 Ratios of two candidates compare their medians over the same rounds, so that a slow minute slows both.
 """
 
+import importlib
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +111,16 @@ def report(bars: list[Bar]) -> None:
         verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
         sign = ">=" if bar.at_least else "<="
         console.print(f"{verdict:>16}  {bar.what}: {bar.measured:.3g} (bar {sign} {bar.bar})", highlight=False)
+
+
+def peer(name: str) -> Any:
+    """The module, or None. torchao warns about libraries for other Python versions; that does not matter here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module({"torchao": "torchao.optim"}.get(name, name))
+    except ImportError:
+        return None
 
 
 def gpt2_shapes(

@@ -1,15 +1,12 @@
 """What the optimizers cost and what 8 bits do to their results, against PyTorch and the peers, in one run.
 
-    python -m bench.optim                   everything: about four minutes on two cores
+    python -m bench.optim                   everything: about ten minutes on two cores
     python -m bench.optim --only speed      one part: speed, overhead, memory or quality
 
 Steps go through the real `optimizer.step()`. Peers that are not installed are left out and said so (`make bench`
 installs them).
 """
 
-import importlib
-import sysconfig
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +16,8 @@ import tyro
 from rich.table import Table
 from torch import Tensor, nn
 
-from bench.measure import Bar, console, gpt2_shapes, interleave, must_call, ratio, report, show
+from bench.measure import Bar, console, gpt2_shapes, interleave, must_call, peer, ratio, report, show
+from bench.quality import measure_quality
 from trimtab import optim
 
 Part = Literal["speed", "overhead", "memory", "quality"]
@@ -46,16 +44,6 @@ def main(rounds: int = 9, threads: int = 2, only: Part | None = None) -> None:
     if missing:
         console.print(f"not installed, so their rows are missing: {', '.join(missing)}; `make bench` installs them\n")
     report([bar for name, run in parts.items() if only in (None, name) for bar in run()])
-
-
-def peer(name: str) -> Any:
-    """The module, or None. torchao warns about libraries for other Python versions; that is not our business."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module({"torchao": "torchao.optim"}.get(name, name))
-    except ImportError:
-        return None
 
 
 def parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
@@ -170,95 +158,6 @@ def peak_growth(run: Callable[[], Any]) -> int:
     before = status("VmRSS")
     run()
     return max(0, status("VmHWM") - before)
-
-
-# --- Quality
-
-
-def measure_quality(steps: int = 30) -> list[Bar]:
-    """The total update after some steps, against AdamW in float64 on the same gradients."""
-    makers: dict[str, Make] = {
-        "torch AdamW": lambda p: torch.optim.AdamW(p, weight_decay=0),
-        "trimtab, 8-bit": lambda p: optim.AdamW(p, weight_decay=0, bits=8),
-        "trimtab, 8-bit, dynamic-symmetric": lambda p: optim.AdamW(
-            p, weight_decay=0, bits=8, codebook="dynamic-symmetric"
-        ),
-        "trimtab, 8-bit, dynamic": lambda p: optim.AdamW(p, weight_decay=0, bits=8, codebook="dynamic"),
-    }
-    if (bitsandbytes := peer("bitsandbytes")) is not None:
-        makers["bitsandbytes AdamW8bit"] = lambda p: bitsandbytes.optim.AdamW8bit(p, weight_decay=0)
-    if (torchao := peer("torchao")) is not None:
-        makers["torchao AdamW8bit"] = lambda p: torchao.AdamW8bit(p, weight_decay=0)
-        makers["torchao AdamWFp8"] = lambda p: torchao.AdamWFp8(p, weight_decay=0)
-    generator = torch.Generator().manual_seed(0)
-    count = 1 << 18
-    spread = 10 ** (torch.randn(count, generator=generator) - 3)
-    gradients = {
-        "real": real_gradients(steps),
-        "Gaussian": [torch.randn(count, generator=generator) for _ in range(steps)],
-        "wide-range": [torch.randn(count, generator=generator) * spread for _ in range(steps)],
-    }
-    table = Table(f"error of {steps} steps' update", *gradients, "largest move, wide-range", box=None, pad_edge=False)
-    errors: dict[tuple[str, str], float] = {}
-    moves: dict[str, float] = {}
-    references = {kind: adamw_in_float64(grads) for kind, grads in gradients.items()}
-    for name, make in makers.items():
-        for kind, grads in gradients.items():
-            moved, reference = total_update(make, grads), references[kind]
-            errors[name, kind] = float((moved - reference).norm() / reference.norm())
-            moves[name] = float(moved.abs().max() / reference.abs().max())
-        table.add_row(name, *(f"{errors[name, kind]:.2e}" for kind in gradients), f"{moves[name]:.2f}x")
-    console.print(table, "")
-    peers = [name for name in makers if name.startswith(("bitsandbytes", "torchao AdamW8bit"))]
-    bars = [
-        Bar(f"error on {kind} gradients over that of {name}", errors["trimtab, 8-bit", kind] / errors[name, kind], 1.0)
-        for kind in ("real", "Gaussian")
-        for name in peers
-    ]
-    bars.append(Bar("error on Gaussian gradients", errors["trimtab, 8-bit", "Gaussian"], 1.34e-2))
-    bars.append(Bar("largest move on wide-range blocks, over that in float64", moves["trimtab, 8-bit"], 2.0))
-    return bars
-
-
-def total_update(make: Make, grads: list[Tensor]) -> Tensor:
-    p = nn.Parameter(torch.zeros_like(grads[0]))
-    optimizer = make([p])
-    for g in grads:
-        p.grad = g.clone()
-        optimizer.step()
-    return p.detach().double()
-
-
-def adamw_in_float64(grads: list[Tensor], lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999) -> Tensor:
-    p, m, v = (torch.zeros_like(grads[0], dtype=torch.float64) for _ in range(3))
-    for t, gradient in enumerate(grads, start=1):
-        g = gradient.double()
-        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-        p -= lr * (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + 1e-8)
-    return p
-
-
-def real_gradients(steps: int, width: int = 64, context: int = 64) -> list[Tensor]:
-    """Of a one-layer Transformer over the bytes of the standard library, under AdamW; its matrices laid end to end."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join((library / name).read_bytes() for name in ("argparse.py", "typing.py", "inspect.py", "tarfile.py"))
-    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    torch.manual_seed(0)
-    embed, head = nn.Embedding(256, width), nn.Linear(width, 256)
-    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
-    params = [p for module in (embed, layer, head) for p in module.parameters()]
-    optimizer = torch.optim.AdamW(params, lr=1e-3)
-    mask = nn.Transformer.generate_square_subsequent_mask(context)
-    found = []
-    for _ in range(steps):
-        starts = torch.randint(0, len(corpus) - context - 1, (16,))
-        x = torch.stack([corpus[i : i + context + 1] for i in starts.tolist()])
-        logits = head(layer(embed(x[:, :-1]), src_mask=mask))
-        nn.functional.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten()).backward()
-        found.append(torch.cat([p.grad.flatten() for p in params if p.grad is not None and p.numel() >= 4096]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
 
 
 if __name__ == "__main__":

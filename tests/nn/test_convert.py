@@ -90,8 +90,8 @@ def test_the_report_says_what_was_done_and_why_not():
         "down": "skipped",
         "layers.0": "skipped",
         "layers.1": "skipped",
-        "head": "an output head; name it in `only` to convert it",
-        "lm_head": "an output head; name it in `only` to convert it",
+        "head": "an output head (name matches 'head'); name it in `only` to convert it",
+        "lm_head": "an output head (name matches '*lm_head'); name it in `only` to convert it",
         "extra.out_proj": "a NonDynamicallyQuantizableLinear, whose forward is its own",
         "hooked": "it has hooks or parametrizations, which a new layer would lose; convert before adding them",
         "normed": "a ParametrizedLinear, whose forward is its own",
@@ -231,3 +231,35 @@ def test_hugging_face_s_gpt2_trains_converted_as_it_does_plain():
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
     assert len(revert_linears(model).converted) == 8
     assert type(model.transformer.h[0].mlp.c_fc) is type(plain.transformer.h[0].mlp.c_fc)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("visual_projection", "text_projection", "embed_out", "output", "router", "score", "classifier", "lm_head"),
+        *("model.output", "block.moe.router.layer", "classifier.out_proj", "head.fc", "qa_outputs"),
+    ],
+)
+def test_heads_and_routers_are_known_by_their_names(name):
+    *path, last = name.split(".")
+    model = nn.ModuleDict({"dense": nn.Linear(16, 16), "attention_output": nn.Linear(16, 16)})
+    inner = model
+    for part in path:
+        inner[part] = nn.ModuleDict()
+        inner = inner[part]
+    inner[last] = nn.Linear(16, 16)
+    report = convert_linears(model, when="always")
+    assert report.kept.keys() == {name}
+    assert "name matches" in report.kept[name]
+    assert name in str(report)
+
+
+def test_a_hugging_face_model_says_itself_which_layer_is_its_head():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, intermediate_size=64))
+    report = convert_linears(model, when="always")
+    (head,) = report.kept
+    assert model.get_submodule(head) is model.get_output_embeddings()
+    assert "get_output_embeddings()" in report.kept[head]

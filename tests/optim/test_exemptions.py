@@ -67,8 +67,8 @@ def test_exemptions_by_pattern_module_parameter_and_predicate(how):
         == {
             "pattern": "name matches 'last.*'",
             "patterns": "name matches 'la*'",
-            "module": "part of a Linear listed in keep32",
-            "modules": "part of a ModuleList listed in keep32",
+            "module": "in a module of class Linear",
+            "modules": "in a module of class ModuleList",
             "parameter": "listed in keep32",
             "predicate": "chosen by <lambda>",
         }[how]
@@ -173,6 +173,33 @@ def test_groups_know_who_keeps_32_bits_by_class_too():
     assert kept(optim.AdamW(optim.groups(model, lr=0.1, keep32=()), bits=8)) == set()
     with pytest.raises(ValueError, match="mup_ratio is base width / width"):
         optim.groups(model, lr=0.1, mup_ratio=0)
+
+
+@pytest.mark.parametrize(
+    "name", ["tok_emb.weight", "h.word_emb.weight", "pos_emb.weight", "shared.weight", "encoder.shared.weight", "wte.weight"]
+)
+def test_embeddings_are_known_by_more_names(name):
+    named = [(name, nn.Parameter(torch.ones(64, 80))), ("shared_expert.weight", nn.Parameter(torch.ones(64, 80)))]
+    embedding, other = optim.AdamW(named, bits=8).describe().entries
+    assert (embedding.bits, other.bits) == (32, 8)
+    assert embedding.why.startswith("name matches")
+
+
+def test_groups_look_at_the_class_first_and_at_names_after_it():
+    model = nn.ModuleDict(
+        {"lookup": nn.Embedding(64, 80), "bag": nn.EmbeddingBag(64, 80), "tok_emb": nn.Linear(80, 64, bias=False)}
+    )
+    model["dense"] = nn.Linear(80, 64, bias=False)
+    declined = model["declined_embed"] = nn.Embedding(64, 80)
+    declined.keep32 = False
+    entries = optim.AdamW(optim.groups(model, lr=0.1), bits=8).describe().entries
+    assert {entry.name: entry.why for entry in entries} == {
+        "lookup.weight": "in a module of class Embedding",
+        "bag.weight": "in a module of class EmbeddingBag",
+        "tok_emb.weight": "name matches '*tok_emb*'",
+        "dense.weight": "bits=8",
+        "declined_embed.weight": "bits=8",
+    }
 
 
 # --- describe

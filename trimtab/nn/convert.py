@@ -17,8 +17,14 @@ from trimtab.nn.kinds import LinearKind, why_too_large
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
-# The paper keeps what reads out of the model as it is; patch and token embeddings are no linear layers anyway.
-HEADS = ("head", "*.head", "*lm_head", "*output_projection", "*classifier", "*score")
+# The paper keeps what reads out of the model as it is; patch and token embeddings are no linear layers anyway. A Hugging
+# Face model says itself which layer that is (get_output_embeddings); other heads, and the routers of mixtures of experts,
+# are known by how models call them.
+HEADS = (
+    *("head", "*.head", "*lm_head", "head.fc", "*.head.fc", "fc", "output", "*.output", "*output_projection"),
+    *("*embed_out", "*visual_projection", "*text_projection", "*score", "*qa_outputs", "*classifier", "*classifier.*"),
+    *("*router", "*router.*"),
+)
 
 Rule = str | nn.Module | Callable[[str, nn.Module], bool]
 
@@ -66,9 +72,12 @@ def convert_linears(
             known = ", ".join(name for _, _, name, _ in places[:8]) or "none at all"
             raise ValueError(f"skip or only names {said}, which is no linear layer of this model; it has {known}")
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    asked = [m.get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    heads = {id(head) for head in asked if head is not None}
     report, made = Report(kind), dict[int, Any]()
     for parent, key, name, module in places:
-        why = _why_kept(name, module, skipped, chosen, tied) or why_too_large(kind, *_sizes(module))
+        why = _why_head(name, module, heads) if only is None else None
+        why = why or _why_kept(name, module, skipped, chosen, tied) or why_too_large(kind, *_sizes(module))
         if why is None and id(module) not in made:
             made[id(module)] = _quantized(module, kind, threshold, when)
         if why is None:
@@ -114,8 +123,6 @@ def _why_kept(
         return "skipped"
     if chosen is not None and not any(_matches(rule, name, module) for rule in chosen):
         return "not among `only`"
-    if chosen is None and any(fnmatchcase(name, pattern) for pattern in HEADS):
-        return "an output head; name it in `only` to convert it"
     if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
         return f"already {module.kind}; revert_linears(model) first"
     if type(module) is not nn.Linear and not _is_conv1d(module):
@@ -128,6 +135,15 @@ def _why_kept(
     if _has_hooks(module):
         return "it has hooks or parametrizations, which a new layer would lose; convert before adding them"
     return None
+
+
+def _why_head(name: str, module: nn.Module, heads: set[int]) -> str | None:
+    """Whether the model itself calls it its output layer, or its name does."""
+    pattern = next((pattern for pattern in HEADS if fnmatchcase(name, pattern)), None)
+    if id(module) not in heads and pattern is None:
+        return None
+    how = "the model's get_output_embeddings()" if id(module) in heads else f"name matches {pattern!r}"
+    return f"an output head ({how}); name it in `only` to convert it"
 
 
 def _quantized(module: nn.Module, kind: LinearKind, threshold: float, when: When) -> Any:

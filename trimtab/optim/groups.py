@@ -10,7 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-EMBEDDINGS = ("*embed*", "*Embed*", "emb.*", "*.emb.*", "*wte*", "*wpe*")  # how models call their embeddings
+# How models call their embeddings: GPT-2, Llama, BERT, minGPT (tok_emb), BLOOM and XLNet (word_emb), T5 and BART (shared).
+EMBEDDINGS = (
+    *("*embed*", "*Embed*", "emb.*", "*.emb.*", "*wte*", "*wpe*"),
+    *("*tok_emb*", "*word_emb*", "*pos_emb*", "shared.weight", "*.shared.weight"),
+)
 
 Keep = str | nn.Module | Tensor | Callable[[str, Tensor], bool]
 
@@ -50,7 +54,7 @@ def reason(rule: Keep) -> str:
     if isinstance(rule, Tensor):
         return "listed in keep32"
     if isinstance(rule, nn.Module):
-        return f"part of a {type(rule).__name__} listed in keep32"
+        return f"in a module of class {type(rule).__name__}"
     return f"chosen by {getattr(rule, '__name__', 'a predicate')}"
 
 
@@ -60,7 +64,7 @@ def groups(
     lr: float,
     weight_decay: float = 0.01,
     no_decay: str | Sequence[str] = (),
-    keep32: Keep | type[nn.Module] | Sequence[Keep | type[nn.Module]] = nn.Embedding,
+    keep32: Keep | type[nn.Module] | Sequence[Keep | type[nn.Module]] = (nn.Embedding, nn.EmbeddingBag, *EMBEDDINGS),
     mup_ratio: float = 1.0,
     independent_decay: bool = False,
 ) -> list[dict[str, Any]]:
@@ -70,8 +74,8 @@ def groups(
         lr: of everything that muParam does not scale.
         weight_decay: of tensors with two dimensions or more; vectors (biases, gains) never decay.
         no_decay: name patterns of further tensors that do not decay.
-        keep32: who keeps 32-bit state: patterns, modules, predicates, and classes of modules. Embeddings by default,
-            unless one has `keep32 = False` itself.
+        keep32: who keeps 32-bit state: patterns, modules, predicates, and classes of modules. By default embeddings,
+            known by their class, then by their names; not those that have `keep32 = False` themselves.
         mup_ratio: base width / width. Multiplies the learning rate of every linear layer's weight; decay is not scaled.
         independent_decay: decay by weight_decay * lr / lr_max, whatever the learning rate is.
     """
@@ -79,17 +83,19 @@ def groups(
         raise ValueError(f"mup_ratio is base width / width and must be positive, got {mup_ratio}")
     given = keep32 if isinstance(keep32, Sequence) and not isinstance(keep32, str) else (keep32,)
     classes = tuple(rule for rule in given if isinstance(rule, type))
-    rules = as_rules([rule for rule in given if not isinstance(rule, type)])
+    named = as_rules([rule for rule in given if not isinstance(rule, type)])
     # A module may decline for itself, as StableEmbedding(keep32=False) does.
-    rules += tuple(m for m in model.modules() if isinstance(m, classes) and getattr(m, "keep32", True))
+    found = [m for m in model.modules() if isinstance(m, classes)]
+    rules = (*(m for m in found if getattr(m, "keep32", True)), *named)
+    declined = {id(p) for m in found if not getattr(m, "keep32", True) for p in m.parameters()}
     patterns = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
     linear = {id(m.weight) for m in model.modules() if _is_linear(m)}
-    members: dict[tuple[bool, bool], list[tuple[str, Tensor]]] = {}
+    members: dict[tuple[bool, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, p in model.named_parameters():
         decays = p.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in patterns)
-        members.setdefault((decays, id(p) in linear), []).append((name, p))
+        members.setdefault((decays, id(p) in linear, id(p) in declined), []).append((name, p))
     result = []
-    for (decays, scaled), params in sorted(members.items(), reverse=True):
+    for (decays, scaled, refuses), params in sorted(members.items(), reverse=True):
         ratio = mup_ratio if scaled else 1.0
         decay = weight_decay if independent_decay else weight_decay / ratio
         result.append(
@@ -98,7 +104,7 @@ def groups(
                 "lr": lr * ratio,
                 "weight_decay": decay if decays else 0.0,
                 "independent_decay": independent_decay,
-                "keep32": [p for name, p in params if any(matches(rule, name, p) for rule in rules)],
+                "keep32": [r for r in rules if not refuses and any(matches(r, name, p) for name, p in params)],
             }
         )
     return result
