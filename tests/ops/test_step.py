@@ -37,6 +37,9 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
     "rms": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01),
     "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
+    "rms_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01, momentum=0.9),
+    "rms_centered": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01, alpha=0.9),
+    "rms_centered_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01, alpha=0.9, momentum=0.9),
 }
 
 
@@ -199,6 +202,20 @@ def _torch_twin(rule: str) -> tuple[Callable[[Tensor], Tensor], Callable[[list[T
             lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
             lambda p: torch.optim.RMSprop(p, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
         ),
+        "rms_momentum": (
+            lambda t: step_rules.rmsprop(t, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
+            lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
+        ),
+        "rms_centered": (
+            lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
+            lambda p: torch.optim.RMSprop(p, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1, centered=True),
+        ),
+        "rms_centered_momentum": (
+            lambda t: step_rules.rmsprop(t, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
+            lambda p: torch.optim.RMSprop(
+                p, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8, centered=True
+            ),
+        ),
         "adagrad": (
             lambda t: step_rules.adagrad(t, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
             lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
@@ -206,7 +223,10 @@ def _torch_twin(rule: str) -> tuple[Callable[[Tensor], Tensor], Callable[[list[T
     }[rule]
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum", "nesterov", "rms", "adagrad"])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "momentum", "nesterov", "rms", "adagrad", "rms_momentum", "rms_centered", "rms_centered_momentum"],
+)
 def test_the_rules_are_those_of_torch(name):
     rule = {"nesterov": "momentum", "adagrad": "rms"}.get(name, name)
     rows, make = _torch_twin(name)
@@ -220,6 +240,19 @@ def test_the_rules_are_those_of_torch(name):
         x.step([grad], rows(steps(number)))
         # Ours rounds in another order: a few units in the last place of a parameter of size 1.
         torch.testing.assert_close(x.params[0], twin.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["rms_centered", "rms_centered_momentum"])
+def test_a_variance_that_rounding_makes_negative_counts_as_zero(rule):
+    """v - mean² = -1: torch's root would be NaN."""
+    for step in (step_native, step_reference):
+        x = Tensors(rule, [300], quantized=False)
+        before = x.params[0].clone()
+        x.states[-2][0].fill_(2.0)
+        x.states[-1][0].fill_(3.0)
+        row = step_rules.rows(steps(1), beta2=1.0, beta3=1.0, beta1=0.5, gain1=1.0, eps=0.25, lr=1.0)
+        step(*x.arguments([torch.full((300,), 0.5)], row))
+        assert_same(x.params[0], before - 2)
 
 
 def test_lion_follows_its_equations():

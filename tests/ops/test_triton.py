@@ -45,6 +45,9 @@ RULES = {
     "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
     "rms": lambda t: step_rules.rmsprop(t, lr=1e-2),
     "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
+    "rms_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, momentum=0.9),
+    "rms_centered": lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9),
+    "rms_centered_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9, momentum=0.9),
 }
 
 

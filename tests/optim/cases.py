@@ -22,9 +22,10 @@ OPTIMIZERS: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "RMSprop": (optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
     "Lion": (optim.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "AdEMAMix": (optim.AdEMAMix, {"lr": 1e-2, "weight_decay": 0.1}),
-    "Adafactor": (optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
+    "Adafactor": (optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1, "eps": (1e-7, 1e-3)}),  # the same for any dtype
+    "AdafactorMomentum": (optim.AdafactorMomentum, {"lr": 1e-2, "weight_decay": 0.1}),
 }
-QUANTIZED = [name for name in OPTIMIZERS if name != "Adafactor"]  # the 32-bit baseline
+QUANTIZED = [name for name in OPTIMIZERS if not name.startswith("Adafactor")]  # which have 32-bit state
 CASES = [(name, bits) for name in OPTIMIZERS for bits in (8, 32) if bits == 32 or name in QUANTIZED]
 
 every_optimizer: Callable[..., Any] = pytest.mark.parametrize(

@@ -135,6 +135,9 @@ ROWS = {
     "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
     "rms": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1),
     "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
+    "rms_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1, momentum=0.9),
+    "rms_centered": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1),
+    "rms_centered_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1, momentum=0.9),
 }
 
 

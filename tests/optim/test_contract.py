@@ -208,13 +208,26 @@ def test_empty_groups_and_empty_tensors_are_stepped_over(name, bits):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("flag", ["differentiable", "amsgrad", "capturable", "foreach"])
+@pytest.mark.parametrize("flag", ["differentiable", "amsgrad", "capturable"])
 def test_flags_that_mean_something_else_are_refused(name, flag):
     with pytest.raises(ValueError, match=f"{name} does not do {flag}=True"):
         make(name, small_model().parameters(), **{flag: True})
     with pytest.raises(ValueError, match=f"a parameter group asks for {flag}=True"):
         make(name, [{"params": list(small_model().parameters()), flag: True}])
     make(name, small_model().parameters(), **{flag: False})  # asks for nothing
+
+
+@every_optimizer
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_flags_that_choose_an_implementation_change_nothing(name, bits, flag):
+    expected = make(name, small_model().parameters(), bits)
+    train(expected, range(2))
+    for value in (True, False, None):
+        told = make(name, small_model().parameters(), bits, **{flag: value})
+        grouped = make(name, [{"params": list(small_model().parameters()), flag: value}], bits)
+        for optimizer in (told, grouped):
+            train(optimizer, range(2))
+            assert_same_snapshots(snapshot(optimizer), snapshot(expected))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -142,7 +142,7 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # --- DDP
 
 
-@pytest.mark.parametrize(("name", "bits"), [*product(CHOICES, (32, 8)), ("Adafactor", 32)])
+@pytest.mark.parametrize(("name", "bits"), [*product(CHOICES, (32, 8)), ("Adafactor", 32), ("AdafactorMomentum", 32)])
 @on_two_processes
 def test_ddp_ends_where_one_process_with_the_whole_batch_does(name, bits):
     def make() -> nn.Module:
@@ -525,8 +525,9 @@ def test_zero_is_refused():
 
 @on_two_processes
 def test_adafactor_refuses_shards():
-    with pytest.raises(ValueError, match="rows and columns are those of whole matrices"):
-        optim.Adafactor(fully_shard(Tensors(EVEN), mesh=mesh()).parameters())
+    for kind in (optim.Adafactor, optim.AdafactorMomentum):
+        with pytest.raises(ValueError, match="rows and columns are those of whole matrices"):
+            kind(fully_shard(Tensors(EVEN), mesh=mesh()).parameters())
 
 
 # --- The two processes themselves; last, because each of these ends a pair

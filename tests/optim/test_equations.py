@@ -44,6 +44,7 @@ TORCH: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {}),
     ("Adam", {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
     ("Adam", {}),
+    ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     ("SGD", {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1}),
     ("SGD", {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
     ("SGD", {"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.3}),
@@ -54,7 +55,12 @@ TORCH: list[tuple[str, dict[str, Any]]] = [
     ("Adagrad", {"lr": 1e-2, "initial_accumulator_value": 0.5}),
     ("Adagrad", {}),
     ("RMSprop", {"lr": 1e-3, "alpha": 0.9, "weight_decay": 0.1, "eps": 1e-3}),
+    ("RMSprop", {"lr": 1e-3, "alpha": 0.9, "weight_decay": 0.1, "eps": 1e-3, "momentum": 0.8}),
+    ("RMSprop", {"lr": 1e-3, "alpha": 0.9, "weight_decay": 0.1, "eps": 1e-3, "centered": True}),
+    ("RMSprop", {"lr": 1e-3, "alpha": 0.9, "weight_decay": 0.1, "momentum": 0.8, "centered": True}),
     ("RMSprop", {}),
+    ("Adafactor", {"lr": 0.05, "beta2_decay": -0.5, "eps": (1e-2, 0.1), "d": 1.5, "weight_decay": 0.1}),
+    ("Adafactor", {"eps": (1e-7, 1e-3)}),
 ]
 
 
@@ -64,6 +70,80 @@ def test_twenty_steps_equal_those_of_torch(name, options):
     theirs = run(getattr(torch.optim, name)([nn.Parameter(start(37, 29).double())], **options), scale=0.1)
     assert not torch.equal(mine, start(37, 29))
     torch.testing.assert_close(mine, theirs.float(), **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(37, 29), (501,), (5, 11, 13), ()])
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"lr": 1.0, "weight_decay": 0.1}], ids=str)
+def test_adafactor_has_the_defaults_the_state_and_the_results_of_torch(shape, options):
+    """In float32: the default of eps depends on the dtype."""
+    mine, theirs = (kind([nn.Parameter(start(*shape))], **options) for kind in (optim.Adafactor, torch.optim.Adafactor))
+    assert theirs.defaults.items() <= (mine.defaults | {"foreach": None}).items()
+    for optimizer in (mine, theirs):
+        (p,) = params_of(optimizer)
+        for g in gradients(shape or (1,)):
+            p.grad = g.reshape(shape)
+            optimizer.step()
+    torch.testing.assert_close(params_of(mine), params_of(theirs), **CLOSE)
+    (kept,), (expected,) = mine.state.values(), theirs.state.values()
+    assert kept.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(kept[key], value, rtol=1e-5, atol=0)
+
+
+def test_adafactor_steps_half_precision_in_float32():
+    wide, half = (
+        optim.Adafactor([nn.Parameter(start(37, 29).bfloat16().to(dtype))], eps=(1e-7, 1e-3))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    for optimizer in (wide, half):
+        run(optimizer, steps=1)
+    # The parameter is rounded once, by half a spacing; the gradient too, which changes the step by less than 1 %.
+    torch.testing.assert_close(params_of(half)[0].float(), params_of(wide)[0], rtol=2**-8, atol=3e-4)
+    assert all(x.dtype == torch.float32 for x in half.state[params_of(half)[0]].values())
+
+
+@pytest.mark.parametrize(("momentum", "centered"), [(0.0, False), (0.9, False), (0.0, True), (0.9, True)])
+def test_rmsprop_keeps_the_state_that_torch_keeps(momentum, centered):
+    options = {"momentum": momentum, "centered": centered}
+    mine, theirs = (kind([nn.Parameter(start(37, 29))], **options) for kind in (optim.RMSprop, torch.optim.RMSprop))
+    for optimizer in (mine, theirs):
+        run(optimizer)
+    (kept,), (expected,) = mine.state.values(), theirs.state.values()
+    assert kept.keys() == expected.keys()
+    for key, value in expected.items():
+        # Averages of twenty gradients of either sign: a few roundings of the largest.
+        torch.testing.assert_close(kept[key], value, rtol=1e-5, atol=1e-6 * value.abs().max().item())
+
+
+def test_groups_of_rmsprop_may_differ_in_momentum_and_centering():
+    choices = [{}, {"momentum": 0.9}, {"centered": True}, {"momentum": 0.9, "centered": True}]
+    params = [[nn.Parameter(start(37, 29)) for _ in choices] for _ in range(2)]
+    groups = [[{"params": [p], **choice} for p, choice in zip(each, choices, strict=True)] for each in params]
+    for optimizer in (optim.RMSprop(groups[0]), torch.optim.RMSprop(groups[1])):
+        for g in gradients((37, 29)):
+            for p in params_of(optimizer):
+                p.grad = g.clone()
+            optimizer.step()
+    torch.testing.assert_close(*params, **CLOSE)
+
+
+def test_8_bit_rmsprop_with_momentum_stays_near_32_bits():
+    """Over 300 steps on gradients whose sizes spread over two decades in a block, as far as without momentum."""
+    scale = 10 ** (0.4 * torch.randn(4096, generator=seed(2)) - 3)
+
+    def walk(bits: int, momentum: float) -> Tensor:
+        p, generator = nn.Parameter(torch.zeros(4096)), seed(3)
+        optimizer = optim.RMSprop([p], lr=1e-3, momentum=momentum, bits=bits)
+        for _ in range(300):
+            p.grad = (torch.randn(4096, generator=generator) + 0.3) * scale
+            optimizer.step()
+        assert ("square_avg_codes" in optimizer.state[p]) == (bits == 8)
+        assert ("momentum_buffer_codes" in optimizer.state[p]) == (bits == 8 and momentum > 0)
+        return p.detach()
+
+    for momentum in (0.0, 0.9):
+        exact = walk(32, momentum)
+        assert (walk(8, momentum) - exact).norm() < 0.05 * exact.norm()
 
 
 def test_tensors_longer_than_a_stretch_of_the_slow_path_are_stepped_to_their_end():
@@ -155,7 +235,7 @@ REFERENCES: dict[str, tuple[Callable[..., Tensor], type[optim.Optimizer], dict[s
     "Lion": (lion, optim.Lion, COMMON | {"betas": (0.8, 0.95)}),
     "AdEMAMix": (ademamix(False), optim.AdEMAMix, MIX),
     "AdEMAMix, rising": (ademamix(True), optim.AdEMAMix, MIX | {"t_alpha": 12, "t_beta3": 8}),
-    "Adafactor": (adafactor, optim.Adafactor, COMMON | {"betas": (0.9, 0.95), "clip_threshold": 1.5}),
+    "AdafactorMomentum": (adafactor, optim.AdafactorMomentum, COMMON | {"betas": (0.9, 0.95), "clip_threshold": 1.5}),
     "β2 schedule": (beta2_schedule, optim.AdamW, COMMON | {"eps": 1e-3, "beta2_power": 0.6}),
 }
 

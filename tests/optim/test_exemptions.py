@@ -176,7 +176,8 @@ def test_groups_know_who_keeps_32_bits_by_class_too():
 
 
 @pytest.mark.parametrize(
-    "name", ["tok_emb.weight", "h.word_emb.weight", "pos_emb.weight", "shared.weight", "encoder.shared.weight", "wte.weight"]
+    "name",
+    ["tok_emb.weight", "h.word_emb.weight", "pos_emb.weight", "shared.weight", "encoder.shared.weight", "wte.weight"],
 )
 def test_embeddings_are_known_by_more_names(name):
     named = [(name, nn.Parameter(torch.ones(64, 80))), ("shared_expert.weight", nn.Parameter(torch.ones(64, 80)))]

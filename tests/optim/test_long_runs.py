@@ -1,8 +1,8 @@
-"""8-bit state over thousands of steps, over all betas, on gradients that are dead, sparse or rare: it stays near 32 bits.
+"""8-bit state over thousands of steps, all betas, and dead, sparse or rare gradients: it stays near 32 bits.
 
-The bound (docs/quadratic.md): a step rounds a moment by less than the gap between two codes, with mean zero, so the error
-has at most the variance  var <- β² var + gap² / 4.  √v is rounded like that; v itself gains gap² / 4 on average, and no
-positive √v is stored below code 4. Eight standard deviations are never seen by chance.
+The bound (docs/quadratic.md): a step rounds a moment by less than the gap between two codes, with mean zero, so the
+error has at most the variance  var <- β² var + gap² / 4.  √v is rounded like that; v itself gains gap² / 4 on average,
+and no positive √v is stored below code 4. Eight standard deviations do not occur by chance.
 """
 
 import math
@@ -20,7 +20,6 @@ from trimtab import optim
 from trimtab.ops.quadratic import SMALLEST, TOP, twice, unit_of
 from trimtab.ops.step import RULES
 from trimtab.optim.state import Storage, decode
-
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +56,9 @@ def gradient(kind: str, step: int) -> Tensor:
     return g
 
 
-def build(name: str, p: Tensor, bits: int, block: int, betas: tuple[float, float, float]) -> tuple[optim.Optimizer, list]:
+def build(
+    name: str, p: Tensor, bits: int, block: int, betas: tuple[float, float, float]
+) -> tuple[optim.Optimizer, list[float]]:
     """The optimizer, and the β of each of its moments."""
     beta1, beta2, beta3 = betas
     options = {"lr": 1e-3, "bits": bits, "block": block}

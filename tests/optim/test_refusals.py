@@ -43,10 +43,57 @@ def test_values_out_of_range_are_refused(name, options, message):
 
 
 @pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (0.9, math.nan)])
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.StableAdamW, optim.LAMB, optim.Lion, optim.Adafactor])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.StableAdamW, optim.LAMB, optim.Lion, optim.AdafactorMomentum])
 def test_betas_out_of_range_are_refused(kind, betas):
     with pytest.raises(ValueError, match="betas must be at least 0 and below 1"):
         kind(small_model().parameters(), betas=betas)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 8}, "keeps 32-bit state, got bits=8; AdamW takes bits=8"),
+        ({"skip_zeros": True}, "does not do skip_zeros=True"),
+        ({"rounding": "kahan"}, "does not do rounding='kahan'"),
+        ({"eps": 1e-8}, r"eps must be a pair \(eps1 or None, eps2\), got 1e-08"),
+        ({"eps": (-1.0, 1e-3)}, "eps must be a pair of numbers between 0 and"),
+        ({"eps": (None, -1.0)}, "eps must be between 0 and"),
+        ({"beta2_decay": 0.8}, "beta2_decay must be at most 0, got 0.8"),
+        ({"d": 0.5}, "d, the largest rms of an update, must be at least 1, got 0.5"),
+    ],
+)
+def test_adafactor_refuses_what_torch_refuses_and_what_has_no_kernel(options, message):
+    with pytest.raises(ValueError, match=message):
+        optim.Adafactor(small_model().parameters(), **options)
+    optimizer = optim.Adafactor(small_model().parameters())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_centered_rmsprop_refuses_8_bits():
+    with pytest.raises(ValueError, match="centered=True needs 32-bit state, got bits=8"):
+        optim.RMSprop(small_model().parameters(), centered=True, bits=8)
+
+
+def test_momentum_switched_on_in_mid_run_is_refused():
+    p = nn.Parameter(torch.ones(9))
+    optimizer = optim.RMSprop([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ValueError, match="the state has no momentum_buffer"):
+        optimizer.step()
+
+
+def test_adamw_has_no_other_decay_than_its_own():
+    optim.AdamW(small_model().parameters(), decoupled_weight_decay=True)
+    with pytest.raises(ValueError, match="got decoupled_weight_decay=False; use Adam"):
+        optim.AdamW(small_model().parameters(), decoupled_weight_decay=False)
+    with pytest.raises(ValueError, match="got decoupled_weight_decay=False; use Adam"):
+        optim.AdamW([{"params": list(small_model().parameters()), "decoupled_weight_decay": False}])
+    with pytest.raises(TypeError, match=r"unknown options \['decoupled_weight_decay'\]"):
+        optim.SGD(small_model().parameters(), decoupled_weight_decay=True)
 
 
 class FlatParameter(nn.Parameter):

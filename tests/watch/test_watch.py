@@ -243,6 +243,7 @@ def test_without_a_second_moment_it_says_what_is_missing_and_measures_the_rest()
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: optim.Lion(p, lr=0.1),
         lambda p: optim.Adafactor(p),
+        lambda p: optim.AdafactorMomentum(p),
     ):
         model = build()
         optimizer = build_one(list(model.parameters()))

@@ -17,9 +17,9 @@ from trimtab.nn.kinds import LinearKind, why_too_large
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
-# The paper keeps what reads out of the model as it is; patch and token embeddings are no linear layers anyway. A Hugging
-# Face model says itself which layer that is (get_output_embeddings); other heads, and the routers of mixtures of experts,
-# are known by how models call them.
+# The paper keeps the output layer in float; patch and token embeddings are no linear layers anyway. A Hugging Face model
+# names its output layer itself (get_output_embeddings). Other heads, and the routers of mixtures of experts, are known by
+# their usual names.
 HEADS = (
     *("head", "*.head", "*lm_head", "head.fc", "*.head.fc", "fc", "output", "*.output", "*output_projection"),
     *("*embed_out", "*visual_projection", "*text_projection", "*score", "*qa_outputs", "*classifier", "*classifier.*"),
@@ -72,7 +72,7 @@ def convert_linears(
             known = ", ".join(name for _, _, name, _ in places[:8]) or "none at all"
             raise ValueError(f"skip or only names {said}, which is no linear layer of this model; it has {known}")
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    asked = [m.get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    asked = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
     heads = {id(head) for head in asked if head is not None}
     report, made = Report(kind), dict[int, Any]()
     for parent, key, name, module in places:

@@ -38,7 +38,7 @@ struct Dequantize {
   int threads;
 };
 
-enum class Rule : int { adamw, momentum, lion, rms, ademamix };
+enum class Rule : int { adamw, momentum, lion, rms, ademamix, rms_momentum, rms_centered, rms_centered_momentum };
 constexpr int max_states = 3;
 constexpr int max_sums = 2;
 

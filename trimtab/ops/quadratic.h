@@ -47,7 +47,7 @@ INLINE vf inverse_of(float absmax, Kind kind) {
 // --- Dither: a phase in 2^-32ths of a code, which advances by a constant per step and per value of a block (quadratic.py).
 
 constexpr int32_t PARTS = 4096, PART_BITS = 12;
-constexpr int32_t SMALLEST = 4;  // code of a positive root
+constexpr int32_t SMALLEST = 4, SMALLEST_UNIT = 0x41800000;  // code of a positive root, and the bits of its value
 constexpr uint32_t PER_STEP[max_states] = {0xd1b54a33, 0xabc98389, 0x8cb92ba7};
 constexpr uint32_t PER_VALUE[max_states] = {0x9e3779b1, 0xc13fa9a9, 0x91e10da5};
 constexpr int SECOND = 2;
@@ -81,8 +81,8 @@ INLINE vi root_code(vf x, vi phase, vf inverse) {
   return larger(cut(halve_in_parts(x * inverse), phase), smaller_unsigned(bits(x), splat(SMALLEST)));
 }
 
-// The largest power of two in the value of a root's code, as bits; 0 for code 0.
-INLINE vi unit_bits(vf code) { return bits(twice(code)) & 0x7f800000; }
+// The largest power of two in the value of a root's code, as bits; for code 0 that of the smallest other code.
+INLINE vi unit_bits(vf code) { return larger((bits(code) << 1) - ONE, splat(SMALLEST_UNIT)) & 0x7f800000; }
 
 // Between the smallest codes the bits have corners of their own; there the straight lines from code to code are lower.
 template <Kind K>
@@ -158,8 +158,7 @@ static inline void encode_root(const float* x, int64_t count, float absmax, Dith
   const vf inverse = inverse_of(absmax, Kind::root);
   put_block<Kind::root>(count, codes, [&](int64_t k) {
     const vi code = root_code(load(x + k), dither.next(), inverse);
-    const vi unit = unit_bits(__builtin_convertvector(code, vf));
-    const vf per_unit = (vf)((2 * ONE - unit) & (code > 0));  // 1 / unit, exactly
+    const vf per_unit = (vf)(2 * ONE - unit_bits(__builtin_convertvector(code, vf)));  // 1 / unit, exactly
     for (int i = 0; i < OTHERS; i++) {
       const vf u = load(others[i] + k) * per_unit;
       store(others[i] + k, u);

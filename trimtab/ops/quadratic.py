@@ -28,7 +28,7 @@ Encoding what was decoded gives the same codes and the same absmax, also after a
 with a relative error of 1e-7: absmax is kept to 21 bits, so float32 state dicts restore it exactly.
 
 A positive root takes code 4 or more: below, one code more or less would change it by more than 1.5x, and the update
-with it. m is 0 where s₈ is. A block with a NaN or an Inf gets the scale NaN, as in blockwise.py. Negative codes are
+with it. A block with a NaN or an Inf gets the scale NaN, as in blockwise.py. Negative codes are
 two's complement. This file is the definition; the kernels are in quadratic.h, step.cpp and step_triton.py.
 """
 
@@ -71,8 +71,7 @@ def encode_moments(
     s = exact_root(moments[-1])
     s = torch.where(s == torch.inf, LARGEST_ROOT, s)  # g² overflowed, but the gradient was finite
     codes, absmax = quantize_quadratic(s, "root", block, dither(SECOND, step))
-    unit = unit_of(codes)
-    per_unit = torch.where(unit > 0, 1 / unit, 0.0)  # exact
+    per_unit = 1 / unit_of(codes)  # exact
     per_unit = torch.where(_spread(absmax, s, block).isnan(), torch.nan, per_unit)  # NaN in every moment
     first = [quantize_quadratic(m * per_unit, "unit", block, dither(k, step)) for k, m in enumerate(moments[:-1])]
     return [*first, (codes, absmax)]
@@ -143,8 +142,8 @@ def _spread(scales: Tensor, like: Tensor, block: int) -> Tensor:
 
 
 def unit_of(codes: Tensor) -> Tensor:
-    """The largest power of two in the value of a root's code; 0 for code 0."""
-    return (twice(codes.float()).view(torch.int32) & 0x7F80_0000).view(torch.float32)
+    """The largest power of two in the value of a root's code; for code 0 that of the smallest other code."""
+    return (twice(codes.float().clamp(min=SMALLEST)).view(torch.int32) & 0x7F80_0000).view(torch.float32)
 
 
 def dither(moment: int, step: int | Tensor) -> tuple[int | Tensor, int]:

@@ -5,14 +5,15 @@
 
 namespace trimtab::TRIMTAB_LEVEL {
 
-// --- The rules. `advance` turns the decoded moments into the new ones; `update` is what the parameter moves by. Rules with
-// a second moment divide by its root, which they are given; the others have one state.
+// --- The rules. `advance` turns the decoded moments into the new ones; `update` is what the parameter moves by. A rule that
+// is `split` divides by the root of the second moment, which `update` is given; in the others `advance` returns the update.
 
 template <Rule R>
 struct Math;
 
 template <>
 struct Math<Rule::adamw> {
+  static constexpr bool split = true;
   static constexpr bool is_signed[] = {true, false};
   INLINE void advance(const Scalars& s, vf g, vf* state) {
     state[0] = s.beta1 * state[0] + s.gain1 * g;
@@ -23,6 +24,7 @@ struct Math<Rule::adamw> {
 
 template <>
 struct Math<Rule::momentum> {
+  static constexpr bool split = false;
   static constexpr bool is_signed[] = {true};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
@@ -32,6 +34,7 @@ struct Math<Rule::momentum> {
 
 template <>
 struct Math<Rule::lion> {
+  static constexpr bool split = false;
   static constexpr bool is_signed[] = {true};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     vf c = s.mix_m * state[0] + s.mix_g * g;
@@ -43,6 +46,7 @@ struct Math<Rule::lion> {
 
 template <>
 struct Math<Rule::rms> {
+  static constexpr bool split = true;
   static constexpr bool is_signed[] = {false};
   INLINE void advance(const Scalars& s, vf g, vf* state) { state[0] = s.beta2 * state[0] + s.gain2 * (g * g); }
   INLINE vf update(const Scalars& s, vf g, const vf*, vf root) { return g / (root * s.debias + s.eps); }
@@ -50,6 +54,7 @@ struct Math<Rule::rms> {
 
 template <>
 struct Math<Rule::ademamix> {
+  static constexpr bool split = true;
   static constexpr bool is_signed[] = {true, true, false};
   INLINE void advance(const Scalars& s, vf g, vf* state) {
     state[0] = s.beta1 * state[0] + s.gain1 * g;
@@ -58,6 +63,38 @@ struct Math<Rule::ademamix> {
   }
   INLINE vf update(const Scalars& s, vf, const vf* state, vf root) {
     return (s.mix_m * state[0] + s.mix_g * state[1]) / (root * s.debias + s.eps);
+  }
+};
+
+template <>
+struct Math<Rule::rms_momentum> {
+  static constexpr bool split = false;  // the momentum itself depends on the root
+  static constexpr bool is_signed[] = {true, false};
+  INLINE vf advance(const Scalars& s, vf g, vf* state) {
+    state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
+    return state[0] = s.beta1 * state[0] + s.gain1 * (g / (root(state[1]) * s.debias + s.eps));
+  }
+};
+
+template <>
+struct Math<Rule::rms_centered> {
+  static constexpr bool split = false;  // the root is that of another number than the state
+  static constexpr bool is_signed[] = {true, false};
+  INLINE vf advance(const Scalars& s, vf g, vf* state) {
+    state[0] = s.beta3 * state[0] + s.gain3 * g;
+    state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
+    const vf variance = state[1] - state[0] * state[0];
+    return g / (root(variance < 0 ? vf{} : variance) * s.debias + s.eps);
+  }
+};
+
+template <>
+struct Math<Rule::rms_centered_momentum> {
+  static constexpr bool split = false;
+  static constexpr bool is_signed[] = {true, true, false};
+  INLINE vf advance(const Scalars& s, vf g, vf* state) {
+    const vf update = Math<Rule::rms_centered>::advance(s, g, state + 1);
+    return state[0] = s.beta1 * state[0] + s.gain1 * update;
   }
 };
 
@@ -97,7 +134,7 @@ struct Block {
   // With the quadratic code, roots and divisions are in two loops: in one, they keep the processor waiting, for it cannot
   // look ahead over several of its turns.
   template <Pass P>
-  static constexpr bool later = quadratic && has_second && P == Pass::update;
+  static constexpr bool later = quadratic && Math<R>::split && P == Pass::update;
   const DecodeSigned* decode_signed;
   const DecodeUnsigned* decode_unsigned;
   const uint8_t* codes[max_states];
@@ -130,7 +167,7 @@ struct Block {
       state[states - 1] *= state[states - 1];
     }
     vf update{};
-    if constexpr (has_second) {
+    if constexpr (Math<R>::split) {
       Math<R>::advance(s, g, state);
       if constexpr (!later<P>) update = Math<R>::update(s, g, state, root(state[states - 1]));
     } else {
@@ -147,8 +184,8 @@ struct Block {
       sums[0] += only<WHOLE>(g * g / (v < floor ? floor : v), lanes);
       return;
     }
-    if constexpr (later<P>) state[states - 1] = root(state[states - 1]);
-    else store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
+    if constexpr (quadratic && has_second) state[states - 1] = root(state[states - 1]);
+    if constexpr (!later<P>) store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     for (int i = 0; i < states; i++) {
       store_lanes<WHOLE>(moment[i] + k, state[i], lanes);
       if (coded) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
@@ -162,7 +199,7 @@ struct Block {
     const vf p = load_lanes<WHOLE>(param + k, lanes), g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
     vf state[max_states];
     for (int i = 0; i < states; i++) state[i] = load(moment[i] + k);
-    if constexpr (has_second) {
+    if constexpr (Math<R>::split) {
       const vf update = Math<R>::update(s, g, state, state[states - 1]);
       store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     }
@@ -341,7 +378,8 @@ static void run_pass(const Step& step) {
   switch (step.pass) {
     case Pass::update: return run<R, S, Pass::update>(step);
     case Pass::norms: return run<R, S, Pass::norms>(step);
-    case Pass::ratios: return run<R, S, Pass::ratios>(step);
+    case Pass::ratios:  // which only this rule is asked for
+      if constexpr (R == Rule::rms) run<R, S, Pass::ratios>(step);
   }
 }
 
@@ -365,6 +403,9 @@ void step(const Step& step) {
     case Rule::lion: return run_rule<Rule::lion>(step);
     case Rule::rms: return run_rule<Rule::rms>(step);
     case Rule::ademamix: return run_rule<Rule::ademamix>(step);
+    case Rule::rms_momentum: return run_rule<Rule::rms_momentum>(step);
+    case Rule::rms_centered: return run_rule<Rule::rms_centered>(step);
+    case Rule::rms_centered_momentum: return run_rule<Rule::rms_centered_momentum>(step);
   }
 }
 

@@ -168,6 +168,29 @@ def _rms(p: Tensor, g: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
     return g / (exact_root(v) * r[DEBIAS] + r[EPS]), (v,)
 
 
+def _rms_momentum(p: Tensor, g: Tensor, m: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    v = r[BETA2] * v + r[GAIN2] * (g * g)
+    m = r[BETA1] * m + r[GAIN1] * (g / (exact_root(v) * r[DEBIAS] + r[EPS]))
+    return m, (m, v)
+
+
+def _rms_centered(p: Tensor, g: Tensor, mean: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    mean = r[BETA3] * mean + r[GAIN3] * g
+    v = r[BETA2] * v + r[GAIN2] * (g * g)
+    return g / (exact_root(_variance(v, mean)) * r[DEBIAS] + r[EPS]), (mean, v)
+
+
+def _rms_centered_momentum(p: Tensor, g: Tensor, m: Tensor, mean: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
+    update, (mean, v) = _rms_centered(p, g, mean, v, r)
+    m = r[BETA1] * m + r[GAIN1] * update
+    return m, (m, mean, v)
+
+
+def _variance(v: Tensor, mean: Tensor) -> Tensor:
+    """Never negative, also where both were rounded. A NaN stays one."""
+    return (v - mean * mean).clamp(min=0)
+
+
 def _ademamix(p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor, r: Row) -> tuple[Tensor, Moments]:
     m = r[BETA1] * m + r[GAIN1] * g
     slow = r[BETA3] * slow + r[GAIN3] * g
@@ -189,6 +212,9 @@ RULES = {
     "lion": Rule((True,), _lion),
     "rms": Rule((False,), _rms),
     "ademamix": Rule((True, True, False), _ademamix),
+    "rms_momentum": Rule((True, False), _rms_momentum),
+    "rms_centered": Rule((True, False), _rms_centered),
+    "rms_centered_momentum": Rule((True, True, False), _rms_centered_momentum),
 }
 
 

@@ -223,10 +223,27 @@ def rmsprop(
     alpha: float = 0.99,
     eps: float = 1e-8,
     weight_decay: Number = 0.0,
+    momentum: float = 0.0,
     grad_scale: Number = 1.0,
 ) -> Tensor:
-    """Rule "rms": v <- α v + (1 - α) g²; p <- p - lr g / (√v + eps)."""
-    return rows(steps, grad_scale=grad_scale, coupled=weight_decay, lr=lr, beta2=alpha, gain2=1 - alpha, eps=eps)
+    """Rule "rms": v <- α v + (1 - α) g²; u = g / (√v + eps); p <- p - lr u.
+
+    Rule "rms_momentum": m <- momentum m + u; p <- p - lr m. Rules "rms_centered" and "rms_centered_momentum": the
+    same with mean <- α mean + (1 - α) g and √(v - mean²) in place of √v.
+    """
+    return rows(
+        steps,
+        grad_scale=grad_scale,
+        coupled=weight_decay,
+        lr=lr,
+        beta1=momentum,
+        gain1=1.0,
+        beta2=alpha,
+        gain2=1 - alpha,
+        beta3=alpha,
+        gain3=1 - alpha,
+        eps=eps,
+    )
 
 
 def adagrad(

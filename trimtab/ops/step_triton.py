@@ -237,6 +237,21 @@ def _ademamix(row_ptr, g, m, slow, v):
     return tl.div_rn(_mix(row_ptr, MIX_M, m, MIX_G, slow), _denominator(row_ptr, v)), (m, slow, v)
 
 
+@triton.jit
+def _rms_momentum(row_ptr, g, m, slow, v):
+    v = _mix(row_ptr, BETA2, v, GAIN2, g * g)
+    m = _mix(row_ptr, BETA1, m, GAIN1, tl.div_rn(g, _denominator(row_ptr, v)))
+    return m, (m, slow, v)
+
+
+@triton.jit
+def _rms_centered(row_ptr, g, mean, v):
+    mean = _mix(row_ptr, BETA3, mean, GAIN3, g)
+    v = _mix(row_ptr, BETA2, v, GAIN2, g * g)
+    variance = v - mean * mean
+    return tl.div_rn(g, _denominator(row_ptr, tl.where(variance < 0, 0.0, variance))), mean, v
+
+
 # --- The skeleton. Bit K of KEEPS: the rule has state K (0 m, 1 the slow m, 2 v). QUANTIZED: 0 float32, 1 by codebook,
 # 2 quadratic. `at` is what a program works on.
 
@@ -368,8 +383,9 @@ def _roots(moments, KEEPS: tl.constexpr, QUANTIZED: tl.constexpr):
 
 @triton.jit
 def _unit(codes):
-    """The largest power of two in the value of a root's code; 0 for code 0."""
-    return (_twice(codes.to(tl.float32)).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    """The largest power of two in the value of a root's code; for code 0 that of the smallest other code."""
+    value = _twice(tl.maximum(codes.to(tl.float32), 4.0))
+    return (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -379,8 +395,8 @@ def _as_kept(at, start, moments, root_bits, KEEPS: tl.constexpr, QUANTIZED: tl.c
     if (QUANTIZED == 2) and (KEEPS >> 2 == 1):
         _, row_ptr, _, _, _, _ = at
         codes = _encode_quadratic(v, _dither(row_ptr, start, 2, TILE), root_bits, 2, KEEPS)
-        inverse = (0x7F000000 - _unit(codes).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        per_unit = tl.where(codes > 0, inverse, 0.0)  # 1 / unit, exactly
+        # 1 / unit, exactly
+        per_unit = (0x7F000000 - _unit(codes).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
         per_unit = tl.where(root_bits < INFINITY_BITS, per_unit, float("nan"))  # such a block is NaN in every moment
         m, slow = m * per_unit, slow * per_unit
     return m, slow, v
@@ -420,6 +436,15 @@ def _advance(
         update, moments = _lion(row_ptr, g, m, slow, v)
     elif RULE == "rms":
         update, moments = _rms(row_ptr, g, m, slow, v)
+    elif RULE == "rms_momentum":
+        update, moments = _rms_momentum(row_ptr, g, m, slow, v)
+    elif RULE == "rms_centered":  # the mean is where m is
+        update, m, v = _rms_centered(row_ptr, g, m, v)
+        moments = (m, slow, v)
+    elif RULE == "rms_centered_momentum":
+        update, slow, v = _rms_centered(row_ptr, g, slow, v)
+        update = _mix(row_ptr, BETA1, m, GAIN1, update)
+        moments = (update, slow, v)
     else:
         update, moments = _ademamix(row_ptr, g, m, slow, v)
     return p, g, update, moments

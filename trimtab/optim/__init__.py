@@ -6,7 +6,7 @@ Equations are in the optimizers' files; optimizer.py is the step they share, sta
 checkpoint.py what is saved of it.
 """
 
-from trimtab.optim.adafactor import Adafactor
+from trimtab.optim.adafactor import Adafactor, AdafactorMomentum
 from trimtab.optim.adagrad import Adagrad
 from trimtab.optim.adam import Adam
 from trimtab.optim.adamw import AdamW
@@ -29,6 +29,7 @@ __all__ = [
     "SGD",
     "AdEMAMix",
     "Adafactor",
+    "AdafactorMomentum",
     "Adagrad",
     "Adam",
     "AdamW",

@@ -1,13 +1,21 @@
-"""Adafactor with momentum: the second moment of a matrix as one row and one column (Shazeer & Stern 2018).
+"""Adafactor: the second moment of a matrix as one row and one column (Shazeer & Stern 2018). Two forms.
 
-    R <- β2 R + (1 - β2) mean over columns of (G² + e)      C <- β2 C + (1 - β2) mean over rows of (G² + e)
-    V = R Cᵀ / mean(R)                                      vectors keep a full V
+    R <- β2 R + (1 - β2) mean over columns of G²      C <- β2 C + (1 - β2) mean over rows of G²
+    V = R C / mean(R)                                 vectors keep a full V
     U = G / √V,   U <- U / max(1, rms(U) / d)
+
+Adafactor, as in PyTorch: no momentum, β2 rises with the step, the step follows the size of the weights.
+
+    β2 = 1 - t^beta2_decay,   V = R C / max(mean(R), eps1),   U = G / max(√V, eps1)
+    p <- p (1 - lr wd) - max(eps2, rms(p)) min(lr, 1/√t) U
+
+AdafactorMomentum, which the 8-bit optimizers were compared with: constant β2, G² + eps in place of G², no relative
+steps. Its state is 4 bytes per parameter, twice that of 8-bit Adam.
+
     m <- β1 m + (1 - β1) U
     p <- p (1 - lr wd) - lr m
 
-The form that the 8-bit optimizers were compared with: constant β2, β1 above 0, no relative step sizes. Its state is
-4 bytes per parameter, twice that of 8-bit Adam.
+Plain PyTorch: a step is a few operations per tensor, in float32.
 """
 
 from typing import Any
@@ -18,12 +26,135 @@ from typing_extensions import Unpack
 
 from trimtab.ops.sharding import is_sharded
 from trimtab.optim.optimizer import Batch, Optimizer, Options
+from trimtab.optim.options import LARGEST
 
 
-class Adafactor(Optimizer):
-    """The 32-bit baseline of the 8-bit paper. Plain PyTorch, for comparisons."""
+class _Factored(Optimizer):
+    """What the two forms share: rows and columns as extra state, and no kernel."""
 
-    rule = "momentum"  # what is kept beside the factors
+    rule = "momentum"  # what is kept beside the factors, if anything
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any], t: Tensor) -> Tensor:
+        """Advance the state to step t and return what is subtracted from the decayed parameter."""
+        raise NotImplementedError
+
+    def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        super()._create(p, group, state)
+        for name, shape in self.extras_of(p).items():
+            state[name] = torch.zeros(shape, dtype=torch.float32, device=p.device)
+
+    def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
+        return 4 * sum(shape.numel() for shape in self.extras_of(p).values())
+
+    def _check_states(self, batch: Batch) -> None:
+        super()._check_states(batch)
+        for p, state in zip(batch.owners, batch.kept, strict=True):
+            for name, shape in self.extras_of(p).items():
+                if name not in state or state[name].shape != shape:
+                    found = tuple(state[name].shape) if name in state else None
+                    raise ValueError(
+                        f"a parameter now has {p.numel()} values in shape {tuple(p.shape)}, but its {name} has shape "
+                        f"{found}; build a new optimizer after replacing parameters"
+                    )
+                state[name] = state[name].to(p.device, torch.float32)  # PyTorch's are in the parameter's dtype
+
+    def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        """No kernel, so no rows: only which tensors to skip."""
+        return torch.as_tensor(batch.grad_scale, device=batch.steps.device).expand(len(batch.owners))[:, None]
+
+    def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
+        return self.rows(batch, sums)
+
+    def _apply(self, batch: Batch, rows: Tensor) -> None:
+        group = batch.group
+        lr, decay = group["lr"], group["weight_decay"]
+        shrink = 1 - decay * lr / group["lr_max"] if group["independent_decay"] else 1 - lr * decay
+        numbers = zip(rows[:, 0].unbind(), batch.steps.double().unbind(), strict=True)
+        for p, state, (scale, t) in zip(batch.owners, batch.kept, numbers, strict=True):
+            if p.numel() == 0:
+                continue
+            assert p.grad is not None
+            moved = scale.isfinite()  # where it is not, nothing changes
+            kept = {name: state[name].clone() for name in (*self.moments, *self.extras_of(p))}
+            change = self.update(p, p.grad.float() * scale.float(), state, group, t)
+            for name, old in kept.items():
+                state[name].copy_(torch.where(moved, state[name], old))
+            p.copy_(torch.where(moved, shrink * p.float() - change, p.float()).reshape(p.shape))
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        name = type(self).__name__
+        if group["bits"] != 32:
+            raise ValueError(f"{name} keeps 32-bit state, got bits={group['bits']}; AdamW takes bits=8")
+        for option, plain in (("skip_zeros", False), ("rounding", "nearest")):
+            if group[option] != plain:
+                raise ValueError(f"{name} does not do {option}={group[option]!r}; AdamW does")
+        for p in group["params"]:
+            if is_sharded(p):
+                raise ValueError(f"{name}'s rows and columns are those of whole matrices; it takes no sharded ones")
+
+
+class Adafactor(_Factored):
+    """Same arguments, defaults, state and results as `torch.optim.Adafactor`. A matrix keeps one row and one column."""
+
+    moments = ()
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        **options: Unpack[Options],
+    ) -> None:
+        """Args:
+
+        lr: the largest relative step; steps are min(lr, 1/√t) times the rms of the weights. Weight decay follows it.
+        beta2_decay: β2 is 1 - t^beta2_decay.
+        eps: the smallest √V (None: the machine epsilon of the parameter's dtype), and the smallest rms of the weights.
+        d: the largest rms of an update.
+        """
+        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
+        super().__init__(params, defaults, options)
+
+    def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
+        if p.dim() < 2:
+            return {"variance": p.shape}
+        *outer, rows, columns = p.shape
+        return {"row_var": torch.Size((*outer, rows, 1)), "col_var": torch.Size((*outer, 1, columns))}
+
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any], t: Tensor) -> Tensor:
+        eps1, eps2 = group["eps"]
+        eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        square, gain = g.square(), (t ** group["beta2_decay"]).float()
+        if p.dim() < 2:
+            v = state["variance"].lerp_(square, gain)
+        else:
+            row = state["row_var"].lerp_(square.mean(-1, keepdim=True), gain)
+            col = state["col_var"].lerp_(square.mean(-2, keepdim=True), gain)
+            v = row / row.mean(-2, keepdim=True).clamp(min=eps1) * col
+        u = _clip(g / v.sqrt().clamp(min=eps1), group["d"])
+        lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=t.device).reshape(())
+        return _rms(p.float()).clamp(min=eps2) * torch.minimum(lr, t**-0.5).float() * u
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        eps1, eps2 = _read_eps(group["eps"])
+        checked = {**group, "eps": eps2}
+        super().check_group(checked)
+        group["lr_max"] = checked["lr_max"]
+        if eps1 is not None and not 0 <= eps1 <= LARGEST:
+            raise ValueError(f"eps must be a pair of numbers between 0 and {LARGEST}, got {group['eps']}")
+        if not group["beta2_decay"] <= 0:
+            raise ValueError(f"beta2_decay must be at most 0, got {group['beta2_decay']}; PyTorch's default is -0.8")
+        if not group["d"] >= 1:
+            raise ValueError(f"d, the largest rms of an update, must be at least 1, got {group['d']}")
+
+
+class AdafactorMomentum(_Factored):
+    """The 32-bit baseline of the 8-bit paper, for comparisons."""
+
     moments = ("exp_avg",)
 
     def __init__(
@@ -46,77 +177,38 @@ class Adafactor(Optimizer):
         }
         super().__init__(params, defaults, options)
 
-    def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        super()._create(p, group, state)
-        for name, shape in self.extras_of(p).items():
-            state[name] = torch.zeros(shape, dtype=torch.float32, device=p.device)
-
     def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
         if p.dim() < 2:
             return {"exp_avg_sq": p.shape}
         return {"exp_avg_sq_row": p.shape[:-1], "exp_avg_sq_col": p.shape[:-2] + p.shape[-1:]}
 
-    def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
-        return 4 * sum(shape.numel() for shape in self.extras_of(p).values())
-
-    def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        """No kernel, so no rows: only which tensors to skip."""
-        return torch.as_tensor(batch.grad_scale, device=batch.steps.device).expand(len(batch.owners))[:, None]
-
-    def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        return self.rows(batch, sums)
-
-    def _apply(self, batch: Batch, rows: Tensor) -> None:
-        group = batch.group
-        lr, decay = group["lr"], group["weight_decay"]
-        shrink = 1 - decay * lr / group["lr_max"] if group["independent_decay"] else 1 - lr * decay
-        for p, state, scale in zip(batch.owners, batch.kept, rows[:, 0].unbind(), strict=True):
-            if p.numel() == 0:
-                continue
-            assert p.grad is not None
-            g = p.grad.float() * scale.float()
-            moved = scale.isfinite()
-            adafactor_update(p, g, state, moved, lr, shrink, group["betas"], group["eps"], group["clip_threshold"])
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        if group["bits"] != 32:
-            raise ValueError(f"Adafactor is the 32-bit baseline, got bits={group['bits']}; AdamW takes bits=8")
-        for name, plain in (("skip_zeros", False), ("rounding", "nearest")):
-            if group[name] != plain:
-                raise ValueError(f"Adafactor does not do {name}={group[name]!r}")
-        for p in group["params"]:
-            if is_sharded(p):
-                raise ValueError("Adafactor's rows and columns are those of whole matrices; it takes no sharded ones")
+    def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any], t: Tensor) -> Tensor:
+        beta1, beta2 = group["betas"]
+        square = g.square() + group["eps"]
+        if p.dim() < 2:
+            v = state["exp_avg_sq"].lerp_(square, 1 - beta2)
+        else:
+            row = state["exp_avg_sq_row"].lerp_(square.mean(-1), 1 - beta2)
+            col = state["exp_avg_sq_col"].lerp_(square.mean(-2), 1 - beta2)
+            # The mean first: the product of two tiny averages would be zero, and the update not a number.
+            v = (row / row.mean(-1, keepdim=True))[..., :, None] * col[..., None, :]
+        m = state["exp_avg"].lerp_(_clip(g / v.sqrt(), group["clip_threshold"]), 1 - beta1)
+        return group["lr"] * m
 
 
-def adafactor_update(
-    p: Tensor,
-    g: Tensor,
-    state: dict[str, Any],
-    moved: Tensor,
-    lr: float | Tensor,
-    shrink: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    clip_threshold: float,
-) -> None:
-    """Update one tensor and its state in place, or nothing where `moved` is False."""
-    beta1, beta2 = betas
-    square = g.square() + eps
+def _read_eps(eps: Any) -> tuple[float | None, float]:
+    if not isinstance(eps, tuple | list) or len(eps) != 2 or eps[1] is None:
+        raise ValueError(
+            f"eps must be a pair (eps1 or None, eps2), got {eps}; PyTorch's default is (None, 1e-3). "
+            "AdafactorMomentum takes one number"
+        )
+    return eps[0], eps[1]
 
-    def average(name: str, value: Tensor) -> Tensor:
-        state[name].copy_(torch.where(moved, state[name].lerp(value, 1 - beta2), state[name]))
-        return state[name]
 
-    if p.dim() < 2:
-        v = average("exp_avg_sq", square)
-    else:
-        row, col = average("exp_avg_sq_row", square.mean(-1)), average("exp_avg_sq_col", square.mean(-2))
-        # The mean first: the product of two tiny averages would be zero, and the update not a number.
-        v = (row / row.mean(-1, keepdim=True))[..., :, None] * col[..., None, :]
-    u = g / v.sqrt()
-    u = u / (u.square().mean().sqrt() / clip_threshold).clamp(min=1)
-    m = state["exp_avg"]
-    m.copy_(torch.where(moved, m.lerp(u, 1 - beta1), m))
-    p.copy_(torch.where(moved, shrink * p.float() - lr * m, p.float()))
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
+
+
+def _clip(u: Tensor, largest: float) -> Tensor:
+    """Shorten an update whose rms is above `largest`."""
+    return u / (_rms(u) / largest).clamp(min=1)

@@ -4,6 +4,8 @@ g <- g + wd p
 m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
 v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
 p <- p - lr m̂ / (√v̂ + eps)
+
+With decoupled_weight_decay, g stays as it is and p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), as in AdamW.
 """
 
 from typing import Any
@@ -30,22 +32,31 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        decoupled_weight_decay: bool = False,
         beta2_power: float | None = None,
         **options: Unpack[Options],
     ) -> None:
         """`beta2_power` λ replaces β2 by the schedule 1 - t^-λ."""
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta2_power": beta2_power}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "beta2_power": beta2_power,
+        }
         super().__init__(params, defaults, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
+        group, decay = batch.group, self.decay_of(batch.group)
         rows = step_rules.adamw(
             batch.steps,
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
+            weight_decay=decay if group["decoupled_weight_decay"] else 0.0,
             grad_scale=batch.grad_scale,
             beta2_power=group["beta2_power"],
         )
-        rows[:, COUPLED] = self.decay_of(group)
+        rows[:, COUPLED] = 0.0 if group["decoupled_weight_decay"] else decay
         return rows

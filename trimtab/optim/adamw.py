@@ -28,10 +28,12 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        decoupled_weight_decay: bool = True,
         beta2_power: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """`beta2_power` λ replaces β2 by the schedule 1 - t^-λ."""
+        """`beta2_power` λ replaces β2 by the schedule 1 - t^-λ. `decoupled_weight_decay` can only be True."""
+        _check_decoupled(decoupled_weight_decay)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta2_power": beta2_power}
         super().__init__(params, defaults, options)
 
@@ -46,3 +48,12 @@ class AdamW(Optimizer):
             grad_scale=batch.grad_scale,
             beta2_power=group["beta2_power"],
         )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        _check_decoupled(group.get("decoupled_weight_decay", True))
+
+
+def _check_decoupled(value: bool) -> None:
+    if not value:
+        raise ValueError(f"AdamW decays apart from the gradient, got decoupled_weight_decay={value}; use Adam for that")

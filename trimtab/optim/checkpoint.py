@@ -105,7 +105,7 @@ def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], en
     storage = optimizer.storage_of(p, dict(group))
     portable: Entry = {"step": entry["step"].clone()}
     names = optimizer.states_of(dict(group))
-    for name, moment in decode(entry, names, RULES[optimizer.rule].signed, storage).items():
+    for name, moment in decode(entry, names, RULES[optimizer.rule_of(dict(group))].signed, storage).items():
         portable[name] = wrap_like(moment, p)
     for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
@@ -140,7 +140,8 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
                 f"the packed state holds {', '.join(saved['moments'])}, {type(optimizer).__name__} keeps "
                 f"{', '.join(optimizer.moments)}, and codes mean something else there; save it as portable"
             )
-        ours = ("params", "packing", "moments", *_OWN, *_TORCH)
+        switches = [name for name in _TORCH if name not in optimizer.defaults]
+        ours = ("params", "packing", "moments", *_OWN, *switches)
         kept = {key: value for key, value in saved.items() if key not in ours}
         if "param_names" in group:
             kept["param_names"] = group["param_names"]  # a wrapped model calls them otherwise
@@ -214,7 +215,7 @@ def _read(
     device = local(p).device
     step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
     result: Entry = {"step": step}
-    names, signed = optimizer.states_of(group), RULES[optimizer.rule].signed
+    names, signed = optimizer.states_of(group), RULES[optimizer.rule_of(group)].signed
     if names and f"{names[0]}_codes" in entry:
         result |= _read_codes(entry, p, name, names, signed, saved, storage, convert)
     else:
@@ -228,7 +229,7 @@ def _read(
         result |= encode(values, signed, storage)
     extras = optimizer.extras_of(p)
     known = {"step", *extras, *_EXTRAS}.union(
-        *((moment, f"{moment}_codes", f"{moment}_absmax") for moment in optimizer.moments)
+        *((moment, f"{moment}_codes", f"{moment}_absmax") for moment in (*optimizer.moments, *names))
     )
     unknown = [key for key, value in entry.items() if value is not None and key not in known]
     if unknown:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# How models call their embeddings: GPT-2, Llama, BERT, minGPT (tok_emb), BLOOM and XLNet (word_emb), T5 and BART (shared).
+# The names of embeddings in GPT-2, Llama, BERT, minGPT (tok_emb), BLOOM and XLNet (word_emb), T5 and BART (shared).
 EMBEDDINGS = (
     *("*embed*", "*Embed*", "emb.*", "*.emb.*", "*wte*", "*wpe*"),
     *("*tok_emb*", "*word_emb*", "*pos_emb*", "shared.weight", "*.shared.weight"),

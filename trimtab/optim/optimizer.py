@@ -113,6 +113,10 @@ class Optimizer(torch.optim.Optimizer):
         """The weight decay that `rows` deals with; an independent one is none of its business."""
         return 0.0 if group["independent_decay"] else group["weight_decay"]
 
+    def rule_of(self, group: dict[str, Any]) -> str:
+        """The rule this group follows."""
+        return self.rule
+
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The moments this group really keeps."""
         return self.moments
@@ -301,7 +305,7 @@ class Optimizer(torch.optim.Optimizer):
         self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
         mine = local(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for name, signed in zip(self.states_of(group), RULES[self.rule].signed, strict=False):
+        for name, signed in zip(self.states_of(group), RULES[self.rule_of(group)].signed, strict=False):
             state |= new_moment(mine, name, storage, signed=signed, value=self.initial(group))
 
     def _inspect(self, batches: list[Batch]) -> None:
@@ -362,15 +366,16 @@ class Optimizer(torch.optim.Optimizer):
                 for p, state in zip(batch.owners, batch.kept, strict=True):
                     if p.dtype != torch.float32 and "compensation" not in state:
                         state["compensation"] = torch.zeros_like(local(p))
+            rule = self.rule_of(group)
             step_in_chunks(
-                self.rule, batch.params, batch.grads, batch.kept, moments, batch.storage, rows, batch.steps, group
+                rule, batch.params, batch.grads, batch.kept, moments, batch.storage, rows, batch.steps, group
             )
             return
         step_unchecked(*self.kernel_arguments(batch, rows))
 
     def kernel_arguments(self, batch: Batch, rows: Tensor) -> tuple[Any, ...]:
         """What the ops of trimtab.ops.step take."""
-        storage, device = batch.storage, rows.device
+        storage, books, rule = batch.storage, batch.storage.books(rows.device), self.rule_of(batch.group)
         names = self.states_of(batch.group)
         if storage.bits == 32:
             states, absmax = batch.list_states(names), []
@@ -378,7 +383,7 @@ class Optimizer(torch.optim.Optimizer):
             states = batch.list_states([f"{name}_codes" for name in names])
             absmax = batch.list_states([f"{name}_absmax" for name in names])
         block = min(storage.block, max([1, *(p.numel() for p in batch.params)]))
-        return batch.params, batch.grads, states, absmax, rows, *storage.books(device), self.rule, storage.code, block
+        return batch.params, batch.grads, states, absmax, rows, *books, rule, storage.code, block
 
     def norms_of(self, batch: Batch, rows: Tensor) -> Tensor:
         """The sums of p^2 and of (change of p)^2 that these rows would make."""

@@ -35,7 +35,8 @@ class Options(TypedDict, total=False):
     loss_scale: float  # the loss was multiplied by this; implies skip_nonfinite
     percentile_clipping: int  # shorten gradients longer than this percentile of the last 100; 100 is off
     rounding: Rounding  # of bfloat16 and float16 parameters
-    # PyTorch's switches. There is one path and it is fused, so only values that ask for nothing else are taken.
+    # PyTorch's switches. foreach and fused ask for an implementation, not for a result: every value is accepted, and
+    # there is one path, which is fused. The others change what a step does: True is refused.
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -57,12 +58,11 @@ DEFAULTS: dict[str, Any] = {
     "percentile_clipping": 100,
     "rounding": "nearest",
 }
+IMPLEMENTATIONS = ("foreach", "fused")
 REFUSED = {
-    "foreach": (True, "all tensors already go through one call; leave it out"),
-    "fused": (False, "every step here is fused; leave it out"),
-    "capturable": (True, "a step cannot be captured in a CUDA graph; use torch.optim for that"),
-    "differentiable": (True, "steps are not differentiable; use torch.optim for that"),
-    "amsgrad": (True, "a running maximum of the second moment is not kept; use torch.optim for that"),
+    "capturable": "a step cannot be captured in a CUDA graph; use torch.optim for that",
+    "differentiable": "steps are not differentiable; use torch.optim for that",
+    "amsgrad": "a running maximum of the second moment is not kept; use torch.optim for that",
 }
 LARGEST = torch.finfo(torch.float32).max
 _LIMITS = (
@@ -79,21 +79,22 @@ _POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "t_alpha", "t_beta3")
 
 def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options without PyTorch's switches, which have no meaning here."""
-    for name, (value, instead) in REFUSED.items():
-        if given.get(name) is not None and bool(given[name]) is value:
-            raise ValueError(f"{optimizer} does not do {name}={value}: {instead}")
-    unknown = given.keys() - DEFAULTS.keys() - REFUSED.keys()
+    for name, instead in REFUSED.items():
+        if given.get(name):
+            raise ValueError(f"{optimizer} does not do {name}=True: {instead}")
+    switches = {*REFUSED, *IMPLEMENTATIONS}
+    unknown = given.keys() - DEFAULTS.keys() - switches
     if unknown:
         known = ", ".join(Options.__annotations__)
         raise TypeError(f"{optimizer} got unknown options {sorted(unknown)}; besides its own it takes {known}")
-    return {name: value for name, value in given.items() if name not in REFUSED}
+    return {name: value for name, value in given.items() if name not in switches}
 
 
 def check_group(group: dict[str, Any]) -> None:
     """Every value of a group in its range. Fills in lr_max where it is needed."""
-    for name, (value, instead) in REFUSED.items():
-        if group.get(name) is value:
-            raise ValueError(f"a parameter group asks for {name}={value}: {instead}")
+    for name, instead in REFUSED.items():
+        if group.get(name):
+            raise ValueError(f"a parameter group asks for {name}=True: {instead}")
     check_lr(group["lr"])
     if group["bits"] not in (8, 32):
         raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
@@ -101,7 +102,7 @@ def check_group(group: dict[str, Any]) -> None:
     if group["codebook"] not in CODINGS:
         raise ValueError(f"codebook must be one of {', '.join(CODINGS)}, got {group['codebook']!r}")
     for name, low, high in _LIMITS:
-        if name in group and not low <= group[name] <= high:
+        if name in group and (isinstance(group[name], tuple | list) or not low <= group[name] <= high):
             raise ValueError(f"{name} must be between {low} and {high}, got {group[name]}")
     if int(group["percentile_clipping"]) != group["percentile_clipping"]:
         raise ValueError(f"percentile_clipping must be a whole number, got {group['percentile_clipping']}")

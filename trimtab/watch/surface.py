@@ -78,10 +78,10 @@ USED = (*SECOND, "exp_avg", "max_exp_avg_sq")
 
 def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
     """The rule of trimtab.ops.step that the group follows, if any, and the names of its moments."""
-    rule: str | None = getattr(optimizer, "rule", None)
+    rule: str | None = optimizer.rule_of(group) if hasattr(optimizer, "rule_of") else None
     if rule in RULES and hasattr(optimizer, "states_of"):
         names = tuple(optimizer.states_of(group))
-        # Adafactor keeps a momentum for the kernels, and an update of its own; SGD may keep nothing.
+        # AdafactorMomentum keeps a momentum as the kernels do, but has an update of its own; SGD may keep nothing.
         known = len(names) == len(RULES[rule].signed) and "exp_avg_sq_row" not in _extras(optimizer)
         return (rule if known else None), names
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
