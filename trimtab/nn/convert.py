@@ -17,9 +17,9 @@ from trimtab.nn.kinds import LinearKind, why_too_large
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
-# The paper keeps the output layer in float; patch and token embeddings are no linear layers anyway. A Hugging Face model
-# names its output layer itself (get_output_embeddings). Other heads, and the routers of mixtures of experts, are known by
-# their usual names.
+# The paper keeps the output layer in float; patch and token embeddings are no linear layers anyway. A Hugging Face
+# model names its output layer itself (get_output_embeddings). Other heads, and the routers of mixtures of experts, are
+# known by their usual names.
 HEADS = (
     *("head", "*.head", "*lm_head", "head.fc", "*.head.fc", "fc", "output", "*.output", "*output_projection"),
     *("*embed_out", "*visual_projection", "*text_projection", "*score", "*qa_outputs", "*classifier", "*classifier.*"),
