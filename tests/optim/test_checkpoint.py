@@ -1,6 +1,7 @@
 """State dicts: packed and portable, to and from PyTorch's optimizers, and loads that must fail without a trace."""
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -229,6 +230,13 @@ def test_state_put_there_by_hand_is_used(bits):
         for optimizer in (target, copy.deepcopy(source)):
             train(optimizer, range(4, 6))
         assert_same_snapshots(snapshot(target), snapshot(optimizer))
+        # All of it replaced in mid-run, in the other format.
+        portable = copy.deepcopy(target.state_dict(format="portable")["state"])
+        expected = copy.deepcopy(target)
+        target.state = defaultdict(dict, {p: portable[i] for i, p in enumerate(params_of(target))})
+        for optimizer in (target, expected):
+            train(optimizer, range(6, 8))
+        assert_same_snapshots(snapshot(target), snapshot(expected))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

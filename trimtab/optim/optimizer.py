@@ -259,7 +259,10 @@ class Optimizer(torch.optim.Optimizer):
                 scales = [state[f"{name}_absmax"] for state in states]
                 usual = [x.numel() for x in scales] == [count_blocks(numel, block) for numel in numels]
         if not usual:
-            for mine, state in zip(params, states, strict=True):
+            first = next(iter(self.states_of(batch.group)), "")
+            for owner, mine, state in zip(batch.owners, params, states, strict=True):
+                if {first, f"{first}_codes"} & state.keys() == {f"{first}_codes" if bits == 32 else first}:
+                    checkpoint.adopt(self, owner, batch.group, state)  # put there by hand, in the other format
                 self._check_state(mine, state, batch.storage, batch.group)
             batch.params = [flat(p) for p in params]
 
