@@ -11,8 +11,7 @@ enum class Kind { root, unit, plain };
 // The value of the largest code, in units of code 1.
 constexpr float top(Kind kind) { return kind == Kind::root ? 65024.0f : kind == Kind::unit ? 16128.0f : 260046848.0f; }
 
-// The value of code 1.
-INLINE float unit_of(float absmax, Kind kind) { return absmax / top(kind); }
+INLINE float value_of_code_1(float absmax, Kind kind) { return absmax / top(kind); }
 
 // x² and √x by doubling and halving the bits: linear between 1, 1.5, 2, 3, 4, 6 … and exact inverses of each other.
 constexpr int32_t ONE = 0x3f800000;

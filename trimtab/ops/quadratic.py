@@ -118,7 +118,7 @@ def dequantize_quadratic(codes: Tensor, absmax: Tensor, kind: Kind, block: int) 
 
 
 def twice(x: Tensor) -> Tensor:
-    """x² for powers of two, linear in between and at 1.5 times a power of two; 0 for 0. Not for negative numbers."""
+    """x² at powers of two, and linear between 1, 1.5, 2, 3, 4, 6 …; 0 at 0. For numbers that are not negative."""
     return ((x.view(torch.int32) << 1) - _ONE).clamp(min=0).view(torch.float32)
 
 

@@ -337,7 +337,7 @@ static void run(const Step& step) {
           b.codes[i] = (const uint8_t*)x.state[i] + start;
           b.absmax[i] = x.absmax[i][block];
           if constexpr (B::quadratic) {
-            b.absmax[i] = unit_of(b.absmax[i], B::kind(i));
+            b.absmax[i] = value_of_code_1(b.absmax[i], B::kind(i));
             continue;
           }
           const int64_t whole = S == Storage::beside ? count / W * W : 0;
