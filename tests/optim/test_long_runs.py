@@ -6,7 +6,6 @@ and no positive √v is stored below code 4. Eight standard deviations do not oc
 """
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,20 +16,13 @@ from torch import Tensor, nn
 from bench.quality import OURS, adamw_in_float64, candidates, compare
 from tests.conftest import seed
 from tests.optim.cases import QUANTIZED
+from tests.train.conftest import _one_thread
 from trimtab import optim
 from trimtab.ops.quadratic import SMALLEST, TOP, twice, unit_of
 from trimtab.ops.step import RULES
 from trimtab.optim.state import Storage, decode
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
+__all__ = ["_one_thread"]  # tensors this small gain nothing from two
 
 SIZE = 4096  # the smallest tensor that is quantized
 
