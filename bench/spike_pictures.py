@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from trimtab.watch.analysis import FirstSpike, first_spikes, losses_of, rms_of
-from trimtab.watch.folder import Run, read_run
-from trimtab.watch.spikes import PAPER, Floats
+from trimtab.analysis.one_run import FirstSpike, first_spikes, losses_of, rms_of
+from trimtab.analysis.spikes import PAPER, Floats
+from trimtab.runs.reader import Run, read_run
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 WIDTH, LEFT, RIGHT, TOP = 760, 64, 24, 34

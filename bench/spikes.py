@@ -4,7 +4,7 @@
     python -m bench.spikes --only clip --seeds 1 --steps 400
 
 AdamW in a plain loop, large β₂ and a high learning rate. RMS_t of every tensor is measured at every step against the
-second moment that the step used, and the rules are those of trimtab.watch.spikes. What comes out is written to
+second moment that the step used, and the rules are those of trimtab.analysis.spikes. What comes out is written to
 docs/results/spikes.md and .json, whatever it is; --out keeps the runs as folders, which `trimtab explain` can read.
 """
 
@@ -26,7 +26,7 @@ from bench.spikes_report import write_report
 from trimtab.data import PairBatches, TextBatches, open_corpus, open_pairs
 from trimtab.nn import CLIP, CLIP_SIZES, GPT, GPTConfig, WordTokenizer
 from trimtab.optim import StableAdamW
-from trimtab.watch.folder import Run, read_run
+from trimtab.runs.reader import Run, read_run
 
 BETA1, EPS, DECAY, WARMUP = 0.9, 1e-6, 0.1, 20
 RESULTS = Path(__file__).parent.parent / "docs" / "results"

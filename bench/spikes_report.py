@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.watch.analysis import losses_of, rms_of
-from trimtab.watch.chance import binomial_tail
-from trimtab.watch.folder import Run
-from trimtab.watch.spikes import (
+from trimtab.analysis.chance import binomial_tail
+from trimtab.analysis.one_run import losses_of, rms_of
+from trimtab.analysis.spikes import (
     SpikeRules,
     chance_rate,
     deviates,
@@ -24,6 +23,7 @@ from trimtab.watch.spikes import (
     rms_spikes,
     running_range,
 )
+from trimtab.runs.reader import Run
 
 RULES = SpikeRules(ignore=60, window=50)
 FIRST_LAYER = {"clip": "visual.conv1.weight", "gpt": "embedding.weight"}

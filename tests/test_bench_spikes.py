@@ -7,7 +7,7 @@ import pytest
 
 from bench.spikes import Setting, changes, train
 from bench.spikes_report import count, large_spikes, race, write_report
-from trimtab.watch.folder import Run
+from trimtab.runs.reader import Run
 
 SETTING = {"model": "clip", "optimizer": "adamw", "lr": 1.0, "beta2": 0.9, "batch": 1, "steps": 400, "changes": False}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.lab import fits, forecasts, measure
-from trimtab.lab.findings import Findings, Result
+from trimtab.analysis import fits, forecasts, measure
+from trimtab.analysis.findings import Findings, Result
 from trimtab.lab.questions import QUESTIONS, find_question, list_questions
 from trimtab.lab.questions.qk_norm import lead
 from trimtab.lab.study import Cell, Study

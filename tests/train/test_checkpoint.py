@@ -15,9 +15,9 @@ from torch import nn
 from tests.conftest import assert_same, seed
 from tests.train.runs import BATCH, hashes, quiet, read_events, read_log, tiny
 from trimtab.optim import AdamW
+from trimtab.runs import files as files_module
+from trimtab.runs.files import read_tensors, sha256_of, write_tensors
 from trimtab.train import CheckpointError, Checkpoints, RunError, evaluate, load_run, resume, train
-from trimtab.train import files as files_module
-from trimtab.train.files import read_tensors, sha256_of, write_tensors
 from trimtab.train.processes import Processes
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")

@@ -26,7 +26,8 @@ from tests.train.runs import (
     write_config,
 )
 from trimtab import cli
-from trimtab.train import Checkpoints, RunError, checkpoint, files, log, read_lines, resume, train
+from trimtab.runs import files, log
+from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, train
 from trimtab.train.processes import Processes
 
 LONG = 40  # steps of a run that is killed on the way

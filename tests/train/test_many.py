@@ -35,8 +35,9 @@ from tests.train.runs import (
 )
 from tests.train.test_checkpoint import Payload
 from trimtab import cli
-from trimtab.train import CheckpointError, RunError, RunLog, checkpoint, files, load_run, resume, train
-from trimtab.train.files import sha256_of
+from trimtab.runs import files
+from trimtab.runs.files import sha256_of
+from trimtab.train import CheckpointError, RunError, RunLog, checkpoint, load_run, resume, train
 
 SHAPES = {"ddp": "model.safetensors", "fsdp2": "shards"}
 

@@ -12,9 +12,9 @@ import torch
 from tests.train.runs import assert_same_run, hashes, quiet, read_events, read_log, tiny, trajectory
 from tests.train.test_loop import changed_task, go
 from trimtab.nn import ConfigError
+from trimtab.runs.reader import read_run
 from trimtab.train import RunError, loop, read_lines, resume
 from trimtab.train.config import WatchConfig, from_json, to_json
-from trimtab.watch.folder import read_run
 
 EVERY = WatchConfig(every=1, deep_every=2, record_every=1, ignore=0)
 

@@ -127,8 +127,8 @@ def _folder_name(study: "Study") -> str:
 def _run(study: "Study", out: str, executor: str, workers: int | None, command: str) -> int:
     """Sweep, read, write the page, say the verdict."""
     from trimtab.lab.executors import make_executor
-    from trimtab.lab.report.page import load_drawing
     from trimtab.lab.sweep import sweep
+    from trimtab.report.page import load_drawing
 
     load_drawing()
     cells = study.cells()
@@ -144,10 +144,10 @@ def _run(study: "Study", out: str, executor: str, workers: int | None, command: 
 
 def _write_page(folders: list[str], page: Path | None, commands: list[str], question: str | None = None) -> None:
     """The page, its verdict on the terminal, and the answer to a question of ours."""
-    from trimtab.lab.findings import read
+    from trimtab.analysis.findings import read
     from trimtab.lab.questions import QUESTIONS
-    from trimtab.lab.report import write_report
     from trimtab.lab.store import fetch, publish
+    from trimtab.report import write_report
 
     places = [fetch(folder) for folder in folders]
     findings = read(places)
@@ -211,8 +211,8 @@ def _predict(words: list[str]) -> int:
 
 
 def _say_prediction(folder: str, params: float, lr: float | None, arm: str | None, *, as_json: bool) -> int:
-    from trimtab.lab.findings import read
-    from trimtab.lab.predict import predict_size
+    from trimtab.analysis.findings import read
+    from trimtab.analysis.predict import predict_size
     from trimtab.lab.store import fetch
 
     prediction = predict_size(read([fetch(folder)]), params, lr, arm)

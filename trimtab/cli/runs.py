@@ -122,7 +122,7 @@ def _watch(words: list[str]) -> int:
             folder: of the run
             once: print it as it is now, and leave
         """
-        from trimtab.watch.view import show
+        from trimtab.report.live import show
 
         guarded(lambda: show(folder, once=once))
         return 0
@@ -138,7 +138,7 @@ def _explain(words: list[str]) -> int:
         Args:
             folder: of the run
         """
-        from trimtab.watch.explain import explain
+        from trimtab.report.explain import explain
 
         print(guarded(lambda: explain(folder)))
         return 0

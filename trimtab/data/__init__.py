@@ -3,12 +3,12 @@
 from trimtab.data.batches import TextBatches
 from trimtab.data.cache import cache_dir
 from trimtab.data.corpus import Corpus, open_corpus
-from trimtab.data.extras import MissingExtra
 from trimtab.data.pairs import PairBatches, Pairs, open_pairs
 from trimtab.data.pictures import Pair
 from trimtab.data.prefetch import Batches, Prefetcher
 from trimtab.data.shards import pack_pairs, read_shards, write_shards
 from trimtab.data.tokenizers import TextTokenizer, load_tokenizer
+from trimtab.extras import MissingExtra
 
 __all__ = [
     "Batches",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.data.extras import load_extra
 from trimtab.data.sources import PIECE, Documents, Source, Survey, cut_pieces, is_validation
+from trimtab.extras import load_extra
 
 COLUMN = "text"
 

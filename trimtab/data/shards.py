@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.data.extras import load_extra
 from trimtab.data.pictures import Pair, find_concept, read_picture
+from trimtab.extras import load_extra
 
 PICTURES = ("png", "jpg", "jpeg", "webp")  # decoded by Pillow
 ENDING = 1024  # bytes of zeros with which POSIX ends a tar file

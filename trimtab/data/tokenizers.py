@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.data.extras import load_extra
+from trimtab.extras import load_extra
 
 END = "<|end|>"  # how `decode` shows the end of a document
 FOREIGN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what others call theirs

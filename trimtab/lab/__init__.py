@@ -7,12 +7,12 @@ write_report(findings, Path("runs/lab/report.html"))        report/
 predict_size(findings, 1e9, lr=0.01).words          predict.py
 """
 
-from trimtab.lab.findings import Findings, read
-from trimtab.lab.predict import predict_size
-from trimtab.lab.report import write_report
+from trimtab.analysis.findings import Findings, read
+from trimtab.analysis.predict import predict_size
 from trimtab.lab.study import Arm, Cell, Study, default_study, quick_study
 from trimtab.lab.study_file import read_study
 from trimtab.lab.sweep import sweep
+from trimtab.report import write_report
 
 __all__ = [
     "Arm",

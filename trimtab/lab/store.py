@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.data.cache import cache_dir
-from trimtab.data.extras import load_extra
+from trimtab.extras import load_extra
 
 LAST = "result.json"
 

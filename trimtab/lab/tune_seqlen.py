@@ -26,13 +26,13 @@ from typing import Any
 
 from rich.console import Console
 
+from trimtab.analysis.words import join, say_count
 from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.tune_search import Found, dearest, find_warmup, most_trials, watch_perplexity
-from trimtab.lab.words import join, say_count
 from trimtab.recipes import RECIPES
+from trimtab.runs.files import replace_json
 from trimtab.train import CLIPRun, GPTRun, RunConfig, RunError, RunLog, read_lines
 from trimtab.train.config import FREE, ConfigError, differences, to_json
-from trimtab.train.files import replace_json
 from trimtab.train.plan import foretell
 
 LOOKS = 4  # evaluations within one warm-up of the learning rate, at least

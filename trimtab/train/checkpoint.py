@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trimtab.train.files import read_tensors, replace_json, sha256_of, sync_folder, write_json, write_tensors
+from trimtab.runs.files import read_tensors, replace_json, sha256_of, sync_folder, write_json, write_tensors
 from trimtab.train.processes import Processes
 
 FORMAT = 1

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from trimtab.data import open_corpus, open_pairs
 from trimtab.nn import CLIP, ByteTokenizer
+from trimtab.runs.log import RunError, RunLog
 from trimtab.train.build import build_model, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.config import CLIPRun, GPTRun, RunConfig
-from trimtab.train.log import RunError, RunLog
 from trimtab.train.processes import Processes
 
 

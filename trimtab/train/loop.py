@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
+from trimtab.runs.log import RunError, RunLog
 from trimtab.train.build import Task, build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.compilations import Compilations, batch_sizes
 from trimtab.train.config import FREE, RunConfig, differences
-from trimtab.train.log import RunError, RunLog
 from trimtab.train.plan import foretell
 from trimtab.train.processes import Processes, ProcessLost, processes
 from trimtab.train.progress import Line

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from trimtab.nn import ConfigError
+from trimtab.runs.log import RunError
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
 from trimtab.train.config import ModuleConfig, ModuleRun, OptimConfig, ScheduleConfig
-from trimtab.train.log import RunError
 
 SEEDS_APART = 1000  # from one pass over the data to the next
 

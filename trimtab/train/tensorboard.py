@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimtab.data.extras import load_extra
+from trimtab.extras import load_extra
 
 _CLOCKS = ("step", "warmup_steps", "warmup_tokens")  # the axis, and what never changes
 

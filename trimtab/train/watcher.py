@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.runs.log import RunLog
 from trimtab.train.config import RunConfig
-from trimtab.train.log import RunLog
 from trimtab.watch import Alarm, Rules, Watch
 
 IGNORED = Rules().ignore

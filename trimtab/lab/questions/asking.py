@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from trimtab.lab.findings import Curve, Findings, Points, Result
+from trimtab.analysis.findings import Curve, Findings, Points, Result
 from trimtab.lab.sizes import parse_size
 from trimtab.lab.study import LRS, Arm, Study
 from trimtab.lab.subjects import open_subject, with_steps

@@ -3,7 +3,7 @@
 Squared ReLU in its place has nothing to saturate; the paper sees the logits grow all the same.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, M, Seen, ask, growth, judge, mean
 from trimtab.lab.study import Study
 

@@ -1,6 +1,6 @@
 """Does a larger batch on the same data change the sensitivity? Figure E.9 of Wortsman et al. 2023b."""
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, S, Seen, ask, judge, within
 from trimtab.lab.study import Study
 

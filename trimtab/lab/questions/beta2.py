@@ -3,7 +3,7 @@
 No clipping: it would hide what is asked for.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, M, Seen, ask, judge, mean
 from trimtab.lab.study import Study
 

@@ -3,7 +3,7 @@
 The two kinds are the same at a peak of 1e-3; sensitivity is that of the best window of three decades.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, M, Seen, ask, judge
 from trimtab.lab.study import HALF_DECADES, LRS, Study
 

@@ -3,7 +3,7 @@
 Tensors of fewer than 4096 values keep 32 bits, so the model is one whose matrices are larger.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, M, Seen, ask, judge
 from trimtab.lab.study import Study
 

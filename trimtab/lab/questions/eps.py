@@ -8,7 +8,7 @@ from math import log10
 
 import numpy as np
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, XS, Check, M, S, Seen, ask, judge, known, mean
 from trimtab.lab.study import Study
 

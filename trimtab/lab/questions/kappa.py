@@ -7,7 +7,7 @@ without layers: what attention and MLPs are worth at all.
 from dataclasses import replace
 from itertools import pairwise
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, S, Seen, ask, judge
 from trimtab.lab.sizes import Size
 from trimtab.lab.study import Study

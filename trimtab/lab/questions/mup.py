@@ -3,7 +3,7 @@
 Two layers, base width 16, qk-norm on. The paper: it does, and lowers neither loss nor sensitivity.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, grid_steps, judge
 from trimtab.lab.study import HALF_DECADES, Study
 

@@ -3,7 +3,7 @@
 One fit per learning rate over the smaller sizes; the largest is predicted and measured.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, L, Seen, ask, judge
 from trimtab.lab.study import Study
 

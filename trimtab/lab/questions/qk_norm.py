@@ -3,7 +3,7 @@
 Figures 1 and 2 of Wortsman et al. 2023b.
 """
 
-from trimtab.lab.findings import Findings, Points
+from trimtab.analysis.findings import Findings, Points
 from trimtab.lab.questions.asking import XS, Check, M, S, Seen, ask, growth, judge, mean
 from trimtab.lab.study import Study
 

@@ -4,7 +4,7 @@ The paper's kind is `shared`: each head by itself, one gain for all. Others repo
 better, so that kind is here too.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, M, Seen, ask, judge
 from trimtab.lab.study import Study
 

@@ -3,7 +3,7 @@
 All arms see as many tokens. The model is plain: what is asked is whether the schedule alone helps.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, M, Seen, ask, judge, mean
 from trimtab.lab.study import Study
 

@@ -1,6 +1,6 @@
 """Is what short runs say true of longer ones? Figure E.7 of Wortsman et al. 2023b, with decay times steps kept."""
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, S, Seen, ask, judge, within
 from trimtab.lab.study import Study
 

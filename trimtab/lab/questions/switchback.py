@@ -4,7 +4,7 @@ There one scale per tensor in float8 diverges at a billion weights, SwitchBack d
 zero (layer-scale) save the former. At this size all may train; then the losses differ by little.
 """
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, judge
 from trimtab.lab.study import Study
 

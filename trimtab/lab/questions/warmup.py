@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, M, Seen, ask, judge
 from trimtab.lab.study import Study
 

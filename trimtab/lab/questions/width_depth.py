@@ -1,6 +1,6 @@
 """Which way of growing makes a model more sensitive: wider or deeper? Figure 7 of Wortsman et al. 2023b."""
 
-from trimtab.lab.findings import Findings
+from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, judge, known
 from trimtab.lab.sizes import LADDERS
 from trimtab.lab.study import Study

@@ -4,7 +4,7 @@ Figures 3 and 4 of Wortsman et al. 2023b: no decay, no z-loss. In 32 bits the lo
 logits, so there the drift does no harm; with 16 bits it should.
 """
 
-from trimtab.lab.findings import Findings, Result
+from trimtab.analysis.findings import Findings, Result
 from trimtab.lab.questions.asking import Check, S, Seen, ask, judge, known, mean
 from trimtab.lab.study import Study
 

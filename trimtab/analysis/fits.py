@@ -1,0 +1,110 @@
+"""How a signal grows with size: a polynomial of its logarithm over that of the parameters, per arm and learning rate.
+
+    fit         log10 signal over log10 params: a line through two or three sizes, a parabola through four and more
+    refits      the same with one seed alone, and with one size left out: how far they go apart is the uncertainty
+    back-test   the largest size predicted from the smaller ones, as a factor
+
+Signals are the largest attention logit and the gradient of the first MLP matrix. Wortsman et al. 2023b, section 3.4,
+fit parabolas to many more sizes; through three points one would have no error at all, and no use.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from trimtab.analysis.findings import Backtest, Fit, Result, Signal, evaluate
+from trimtab.analysis.measure import geometric_mean
+
+HORIZON = 4.0  # powers of ten beyond the largest size that are looked at
+_SIGNALS: tuple[Signal, ...] = ("logit_max", "grad_rms")
+Point = tuple[int, int, float]  # params, seed, value
+
+
+def fits_of(results: Sequence[Result]) -> list[Fit]:
+    """One per study, arm, learning rate and signal that was measured at two sizes or more."""
+    groups: dict[tuple[str, str, float], list[Result]] = {}
+    for result in results:
+        if result.finished and result.params and math.isfinite(result.lr):
+            groups.setdefault((result.study, result.arm, result.lr), []).append(result)
+    fits = [_fit(key, signal, group) for key, group in groups.items() for signal in _SIGNALS]
+    return sorted([fit for fit in fits if fit is not None], key=lambda fit: (fit.study, fit.signal, fit.arm, fit.lr))
+
+
+def _fit(key: tuple[str, str, float], signal: Signal, group: Sequence[Result]) -> Fit | None:
+    points = [(result.params or 0, result.seed, float(getattr(result, signal))) for result in group]
+    points = [point for point in points if math.isfinite(point[2]) and point[2] > 0]
+    sizes, values = _means(points)
+    if len(sizes) < 2:
+        return None
+    coefficients = polynomial(sizes, values)
+    return Fit(
+        study=key[0],
+        arm=key[1],
+        lr=key[2],
+        signal=signal,
+        params=tuple(sizes),
+        values=tuple(values),
+        coefficients=coefficients,
+        degree=len(coefficients) - 1,
+        spread=_spread(points, coefficients),
+        refits=tuple(_refits(points)),
+        backtest=_backtest(sizes, values),
+        bounded=all(result.bounded for result in group),
+    )
+
+
+def polynomial(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, ...]:
+    """Coefficients over log10, the highest power first."""
+    degree = 2 if len(sizes) >= 4 else 1
+    return tuple(float(c) for c in np.polyfit(np.log10(sizes), np.log10(values), degree))
+
+
+def _means(points: Sequence[Point]) -> tuple[list[int], list[float]]:
+    """Sizes and the geometric means of their seeds."""
+    sizes = sorted({params for params, _, _ in points})
+    return sizes, [geometric_mean([value for params, _, value in points if params == size]) for size in sizes]
+
+
+def _refits(points: Sequence[Point]) -> list[tuple[float, ...]]:
+    """With each seed alone, and with each size left out, as far as two sizes remain."""
+    seeds = sorted({seed for _, seed, _ in points})
+    parts = [[point for point in points if point[1] == seed] for seed in seeds] if len(seeds) > 1 else []
+    parts += [[point for point in points if point[0] != size] for size in sorted({point[0] for point in points})]
+    return [polynomial(*_means(part)) for part in parts if len({point[0] for point in part}) > 1]
+
+
+def _spread(points: Sequence[Point], coefficients: Sequence[float]) -> float:
+    """What is left of single runs, in decades, corrected for what the fit has used up; 0 if it used up everything."""
+    left = [math.log10(value) - evaluate(coefficients, math.log10(params)) for params, _, value in points]
+    free = len(points) - len(coefficients)
+    return math.sqrt(sum(x * x for x in left) / free) if free > 0 else 0.0
+
+
+def _backtest(sizes: Sequence[int], values: Sequence[float]) -> Backtest | None:
+    if len(sizes) < 3:
+        return None
+    predicted = 10 ** evaluate(polynomial(sizes[:-1], values[:-1]), math.log10(sizes[-1]))
+    return Backtest(params=sizes[-1], predicted=predicted, measured=values[-1])
+
+
+def crossing(above: Callable[[float], float], fit: Fit) -> float | None:
+    """The smallest size, from the largest that was run to HORIZON beyond, at which `above` reaches 1."""
+    start = math.log10(fit.params[-1])
+    grid = np.linspace(start, start + HORIZON, 201)
+    over = [above(10**x) >= 1 for x in grid]
+    if not any(over):
+        return None
+    place = over.index(True)
+    if place == 0:
+        return float(fit.params[-1])
+    low, high = float(grid[place - 1]), float(grid[place])
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if above(10**middle) >= 1 else (middle, high)
+    return float(10**high)
+
+
+def shrink(grad_rms: float, eps: float) -> float:
+    """What eps leaves of an update: 1 is all of it."""
+    return grad_rms / (grad_rms + eps) if grad_rms + eps > 0 else math.nan

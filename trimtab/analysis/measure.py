@@ -1,0 +1,267 @@
+"""How robust a recipe is to its learning rate, as one number, and where it breaks.
+
+    score(η)      the final validation loss, but never more than l0, the loss before training; a broken run scores l0
+    sensitivity   mean over the grid of score(η) - lowest score                      Wortsman et al. 2023b, section 2.2
+    window        sensitivity is taken over three decades. A longer grid has several such windows, and the lowest
+                  counts: an optimum that moves should not look like a recipe that breaks
+    failing η     the smallest above the best one with score > lowest + FAILS * (l0 - lowest)
+
+FAILS is the part of what training gains that is lost again; the paper has no formal rule. Half of it suggests itself
+for large models, where a failing run ends near l0. Models of a few thousand weights never lose as much: without useful
+attention they still know which byte follows which. Measured on the default study (byte-level GPTs of 6, 25 and 147
+thousand weights): runs whose attention logits had exploded lost 17 to 26 percent, steadied ones at most 6 at any rate,
+and one run, on the way, 7. A rate below the best one that is as bad has learned too slowly; it does not fail.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from statistics import fmean
+
+import numpy as np
+
+from trimtab.analysis.findings import Comparison, Curve, Result, Slope
+from trimtab.analysis.words import plural, say_rates
+
+FAILS = 0.1
+DECADES = 3.0
+_ROUNDING = 0.02  # decades: 3e-4 ... 0.3 is a window of three even where it was written as 0.00031
+
+
+def score(loss: float, first: float) -> float:
+    """Never worse than before training; NaN and infinity are l0."""
+    return min(loss, first) if math.isfinite(loss) else first
+
+
+def sensitivity(losses: Sequence[float], first: float) -> float:
+    """Of final losses over a grid; NaN if there are fewer than two or l0 is not known."""
+    scores = [score(loss, first) for loss in losses]
+    return fmean(scores) - min(scores) if len(scores) > 1 and math.isfinite(first) else math.nan
+
+
+def best_window(lrs: Sequence[float], losses: Sequence[float], first: float) -> tuple[float, tuple[float, float]]:
+    """The lowest sensitivity of all windows of DECADES, and the window. Learning rates in any order."""
+    pairs = sorted(zip(lrs, losses, strict=True))
+    places = [math.log10(lr) for lr, _ in pairs]
+    ends = [int(np.searchsorted(places, start + DECADES + _ROUNDING)) for start in places]
+    length = max(end - start for start, end in enumerate(ends))
+    found = []
+    for start in [i for i, end in enumerate(ends) if end - i == length]:
+        part = pairs[start : start + length]
+        found.append((sensitivity([loss for _, loss in part], first), (part[0][0], part[-1][0])))
+    return min(found, key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf)
+
+
+def fails(loss: float, best: float, first: float, share: float = FAILS) -> bool:
+    return score(loss, first) > best + share * (first - best)
+
+
+# --- Curves
+
+
+def curves_of(results: Sequence[Result]) -> list[Curve]:
+    """One per study, arm and size, in the order in which they first come."""
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        if math.isfinite(result.lr):
+            groups.setdefault((result.study, result.arm, result.size), []).append(result)
+    made = [_curve(group) for group in groups.values()]
+    return [curve for curve in made if curve is not None]
+
+
+def _curve(group: Sequence[Result]) -> Curve | None:
+    """A curve, if a run of it has finished."""
+    first = _mean(result.first for result in group)
+    done = [result for result in group if result.finished and math.isfinite(_score(result, first))]
+    if not done:
+        return None
+    by_lr = {lr: list(runs) for lr, runs in groupby(sorted(done, key=lambda result: result.lr), lambda r: r.lr)}
+    scores = {lr: [_score(result, first) for result in runs] for lr, runs in by_lr.items()}
+    loss = tuple(fmean(values) for values in scores.values())
+    lrs, best = tuple(by_lr), min(loss)
+    value, window = best_window(lrs, loss, first)
+    seeds = seed_sensitivities(done, lrs)
+    spread = [*seeds.values(), value] if len(seeds) > 1 else []
+    broken = tuple(sum(not math.isfinite(run.loss) for run in runs) for runs in by_lr.values())
+    return Curve(
+        study=done[0].study,
+        arm=done[0].arm,
+        size=done[0].size,
+        params=done[0].params,
+        depth=done[0].depth,
+        width=done[0].width,
+        lrs=lrs,
+        loss=loss,
+        low=tuple(min(values) for values in scores.values()),
+        high=tuple(max(values) for values in scores.values()),
+        seeds=tuple(len(values) for values in scores.values()),
+        broken=broken,
+        spikes=tuple(fmean(len(run.spikes) for run in runs) for runs in by_lr.values()),
+        loss_ratio=tuple(_ratio(x, best) for x in loss),
+        logit_max=tuple(geometric_mean(run.logit_max for run in runs) for runs in by_lr.values()),
+        grad_rms=tuple(geometric_mean(run.grad_rms for run in runs) for runs in by_lr.values()),
+        missing=tuple(sorted({result.lr for result in group} - set(lrs))),
+        first=first,
+        best_lr=lrs[loss.index(best)],
+        best_loss=best,
+        sensitivity=value,
+        sensitivity_low=min(spread, default=None),
+        sensitivity_high=max(spread, default=None),
+        window=window,
+        failing_lr=_failing(lrs, loss, first),
+    )
+
+
+def _failing(lrs: Sequence[float], losses: Sequence[float], first: float) -> float | None:
+    """The smallest learning rate above the best one that fails; the smallest of all if nothing was learned."""
+    best = min(losses)
+    if best >= first:
+        return lrs[0]
+    above = [(lr, loss) for lr, loss in zip(lrs, losses, strict=True) if lr > lrs[losses.index(best)]]
+    return next((lr for lr, loss in above if fails(loss, best, first)), None)
+
+
+def seed_sensitivities(results: Sequence[Result], lrs: Sequence[float]) -> dict[int, float]:
+    """The sensitivity of each seed that has all of these learning rates."""
+    found = {}
+    for seed in sorted({result.seed for result in results}):
+        runs = {run.lr: run for run in results if run.seed == seed and run.lr in lrs and run.finished}
+        first = _mean(run.first for run in runs.values())
+        if len(runs) == len(set(lrs)) and len(runs) > 1 and math.isfinite(first):
+            found[seed] = best_window(list(runs), [run.loss for run in runs.values()], first)[0]
+    return found
+
+
+def run_fails(result: Result, curve: Curve) -> bool:
+    """Whether one run fails, measured against the curve it belongs to."""
+    worse = result.lr > curve.best_lr and fails(result.loss, curve.best_loss, curve.first)
+    return worse or curve.best_loss >= curve.first
+
+
+# --- Between sizes and arms
+
+
+def slopes_of(curves: Sequence[Curve]) -> list[Slope]:
+    """Sensitivity against size, along width, along depth, and along both where both change."""
+    slopes = []
+    for (study, arm), group in _by(curves, lambda curve: (curve.study, curve.arm)):
+        known = [curve for curve in group if curve.params and math.isfinite(curve.sensitivity)]
+        same_depth = _largest(known, lambda curve: curve.depth)
+        same_width = _largest(known, lambda curve: curve.width)
+        everything = known if len(same_depth) < len(known) and len(same_width) < len(known) else []
+        for along, those in (("width", same_depth), ("depth", same_width), ("both", everything)):
+            if len({curve.params for curve in those}) > 1:
+                x = [math.log10(curve.params or 1) for curve in those]
+                value = float(np.polyfit(x, [curve.sensitivity for curve in those], 1)[0])
+                sizes = tuple(curve.size for curve in those)
+                slopes.append(Slope(study=study, arm=arm, along=along, sizes=sizes, value=value))  # type: ignore[arg-type]
+    return slopes
+
+
+def comparisons_of(results: Sequence[Result], curves: Sequence[Curve]) -> list[Comparison]:
+    """The first arm of each study against the others, size by size."""
+    arms: dict[str, str] = {}
+    for result in results:
+        arms.setdefault(result.study, result.arm)
+    found = []
+    for (study, _), group in _by(curves, lambda curve: (curve.study, curve.size)):
+        first = next((curve for curve in group if curve.arm == arms[study]), None)
+        if first is not None:
+            those = [_compare(results, first, curve) for curve in group if curve is not first]
+            found += [comparison for comparison in those if comparison is not None]
+    return found
+
+
+def _compare(results: Sequence[Result], one: Curve, other: Curve) -> Comparison | None:
+    """Over the learning rates that both have; their best windows may differ."""
+    shared = [lr for lr in one.lrs if lr in other.lrs]
+    if len(shared) < 2:
+        return None
+    a, b = (_sensitivity_over(curve, shared) for curve in (one, other))
+    seeds = [seed_sensitivities(_runs_of(results, curve), shared) for curve in (one, other)]
+    ratios = [_ratio(seeds[0][seed], seeds[1][seed]) for seed in seeds[0] if seed in seeds[1]]
+    spread = [*ratios, _ratio(a, b)] if len(ratios) > 1 else []
+    return Comparison(
+        study=one.study,
+        size=one.size,
+        params=one.params,
+        arm=one.arm,
+        other=other.arm,
+        ratio=_ratio(a, b),
+        low=min(spread, default=None),
+        high=max(spread, default=None),
+    )
+
+
+def _sensitivity_over(curve: Curve, lrs: Sequence[float]) -> float:
+    losses = [loss for lr, loss in zip(curve.lrs, curve.loss, strict=True) if lr in lrs]
+    return best_window(lrs, losses, curve.first)[0]
+
+
+def _runs_of(results: Sequence[Result], curve: Curve) -> list[Result]:
+    return [r for r in results if (r.study, r.arm, r.size) == (curve.study, curve.arm, curve.size)]
+
+
+# --- Notes
+
+
+def notes_of(curves: Sequence[Curve]) -> list[str]:
+    notes = []
+    for curve in curves:
+        where = f"{curve.arm} at {curve.size}"
+        if curve.missing:
+            there = f"{len(curve.lrs)} of {len(curve.lrs) + len(curve.missing)} learning rates"
+            notes.append(f"{where}: sensitivity is over {there}; no run has finished at {say_rates(curve.missing)}")
+        if curve.best_loss >= curve.first:
+            notes.append(f"{where}: nothing was learned at any learning rate, so its sensitivity says nothing")
+        if not math.isfinite(curve.first):
+            notes.append(f"{where}: the loss before training was not evaluated, so there is no sensitivity")
+        elif not math.isfinite(curve.sensitivity):
+            notes.append(f"{where}: sensitivity needs two learning rates, there is {len(curve.lrs)}")
+    fewest = min((min(curve.seeds) for curve in curves), default=0)
+    if curves and fewest < 2:
+        some = "" if max(max(curve.seeds) for curve in curves) < 2 else "some cells have "
+        notes.append(f"{some}{plural(fewest, 'seed')} only: how much of a difference is chance is not known there")
+    return notes
+
+
+# --- Small things
+
+
+def geometric_mean(values: Iterator[float] | Sequence[float]) -> float:
+    """Of those that are finite and above zero."""
+    logs = [math.log(value) for value in values if math.isfinite(value) and value > 0]
+    return math.exp(fmean(logs)) if logs else math.nan
+
+
+def _score(result: Result, first: float) -> float:
+    """A run that was not evaluated before training is measured against what its neighbours started from."""
+    if math.isnan(result.loss):
+        return math.nan
+    return score(result.loss, result.first if math.isfinite(result.first) else first)
+
+
+def _mean(values: Iterator[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return fmean(known) if known else math.nan
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else math.nan if a == 0 else math.inf
+
+
+def _by(curves: Sequence[Curve], key: Callable[[Curve], tuple[str, str]]) -> list[tuple[tuple[str, str], list[Curve]]]:
+    groups: dict[tuple[str, str], list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault(key(curve), []).append(curve)
+    return list(groups.items())
+
+
+def _largest(curves: Sequence[Curve], key: Callable[[Curve], int | None]) -> list[Curve]:
+    """The largest group of curves that share a key."""
+    groups: dict[int, list[Curve]] = {}
+    for curve in curves:
+        value = key(curve)
+        if value is not None:
+            groups.setdefault(value, []).append(curve)
+    return max(groups.values(), key=len, default=[])
