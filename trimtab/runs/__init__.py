@@ -1,0 +1,1 @@
+"""A run on disk: file names, record types, end reasons, writer, reader, lock. The only room that knows a run folder."""
