@@ -27,7 +27,7 @@ from bench.measure import Bar, Timing, console, report
 from trimtab.data import Prefetcher
 from trimtab.nn import GPT, GPTConfig
 from trimtab.recipes import gpt_small, gpt_tiny
-from trimtab.runs.log import RunLog
+from trimtab.runs import RunLog
 from trimtab.schedule import SeqLenWarmup
 from trimtab.train.build import build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints

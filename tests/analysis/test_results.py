@@ -15,7 +15,7 @@ from tests.lab.runs import ARMS, Numbers, grid, planted, write_failures, write_r
 from trimtab.analysis.findings import Findings, Result, read, rows_of_cells, rows_of_curves
 from trimtab.analysis.results import SNAPSHOT
 from trimtab.lab.study import Cell
-from trimtab.runs.log import RunError
+from trimtab.runs import RunError
 
 SMALL = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,))
 

@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.lab.sizes import parse_size
 from trimtab.lab.study import Arm, Cell, Study
 from trimtab.recipes import gpt_lab
-from trimtab.runs.log import versions as current_versions
+from trimtab.runs import versions as current_versions
 from trimtab.train.config import GPTRun, RunConfig, WatchConfig, to_json
 
 LOGIT, SLOPE, STEEP, CRITICAL, LOST, FIRST = 0.02, 0.8, 2.0, 150.0, 0.7, 5.8

@@ -16,7 +16,7 @@ from typing import Any
 
 from trimtab.analysis.findings import Result, Source
 from trimtab.analysis.results import Place, as_mapping, read_json, read_result
-from trimtab.runs.log import RunError
+from trimtab.runs import RunError
 from trimtab.runs.reader import Lines
 
 Read = tuple[Source, list[Result], list[str]]

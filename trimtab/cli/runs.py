@@ -49,9 +49,10 @@ def _resume(words: list[str]) -> int:
     folder, rest = Path(words[0]), words[1:]
     step, rest = take(rest, "--step")
     force, rest = "--force" in rest, [word for word in rest if word != "--force"]
-    from trimtab.train import RunLog, resume
+    from trimtab.train import resume
+    from trimtab.train.config import load_config
 
-    config, _ = guarded(lambda: RunLog(folder).read_config())
+    config, _ = guarded(lambda: load_config(folder))
     config = override(config, rest, f"trimtab resume {folder}")
     if step is not None and not step.isdecimal():
         refuse(f"--step needs the number of a step, got {step!r}")

@@ -26,8 +26,8 @@ from trimtab.lab.executors import Executor, Job, Outcome, make_executor
 from trimtab.lab.store import Store, open_store
 from trimtab.lab.study import Cell, Study
 from trimtab.lab.table import State, open_view
+from trimtab.runs import RunError
 from trimtab.runs.files import replace_json
-from trimtab.runs.log import RunError
 from trimtab.train.config import to_json
 from trimtab.train.stopping import catch_signals
 

@@ -31,8 +31,8 @@ from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.tune_search import Found, dearest, find_warmup, most_trials, watch_perplexity
 from trimtab.recipes import RECIPES
 from trimtab.runs.files import replace_json
-from trimtab.train import CLIPRun, GPTRun, RunConfig, RunError, RunLog, read_lines
-from trimtab.train.config import FREE, ConfigError, differences, to_json
+from trimtab.train import CLIPRun, GPTRun, RunConfig, RunError, read_lines
+from trimtab.train.config import FREE, ConfigError, differences, load_config, to_json
 from trimtab.train.plan import foretell
 
 LOOKS = 4  # evaluations within one warm-up of the learning rate, at least
@@ -270,7 +270,7 @@ def _check_starts(config: RunConfig, starts: tuple[int, ...]) -> tuple[int, ...]
 
 def _check_same(folder: Path, config: RunConfig) -> None:
     """A trial from before counts only if it was of the same run, looked at as often."""
-    saved, _ = RunLog(folder).read_config()
+    saved, _ = load_config(folder)
     looks = ("eval_every", "eval_batches")
     changed = [row for row in differences(saved, config) if row[0] in looks or row[0] not in FREE]
     if changed:

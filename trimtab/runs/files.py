@@ -1,39 +1,26 @@
-"""Files that are whole or not there: written under another name, synced, then renamed; tensors without pickles.
-
-Tensors go into safetensors files, hashed while they are written: the hash costs no second reading, and no time where
-a second core is free.
-"""
+"""Files that are complete or absent: written under a temporary name, synced, then renamed."""
 
 import contextlib
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from filelock import FileLock, Timeout
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_PIECE = 64 << 20  # bytes written and hashed side by side
+_PIECE = 64 << 20  # bytes that are written and hashed at the same time
+
+
+class RunError(RuntimeError):
+    """A run or study folder that cannot be used as asked."""
 
 
 class HashedWriter:
-    """A new file whose sha256 is known when it is closed."""
+    """A new file; its sha256 is computed while it is written, on a second thread."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.sha, self.bytes = path, hashlib.sha256(), 0
@@ -56,7 +43,7 @@ class HashedWriter:
             finally:
                 hashing.result()
             self.unsynced += len(piece)
-            if self.unsynced >= _PIECE:  # the disk works while we hash what comes next
+            if self.unsynced >= _PIECE:  # sync while the next piece is hashed
                 self.syncing.append(self.syncer.submit(os.fsync, self.file.fileno()))
                 self.unsynced = 0
         self.bytes += len(view)
@@ -67,40 +54,19 @@ class HashedWriter:
         try:
             if error == (None, None, None):
                 for done in self.syncing:
-                    done.result()  # a disk may say only now that it is full
+                    done.result()  # a full disk may be reported only here
                 os.fsync(self.file.fileno())
         finally:
             self.file.close()
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What a manifest says of the file."""
+        """The file's entry in a manifest."""
         return {"sha256": self.sha.hexdigest(), "bytes": self.bytes}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a safetensors file; returns its entry in a manifest. One tensor at a time, so nothing is copied whole."""
-    header, offset = dict[str, Any](), 0
-    for name, x in tensors.items():
-        header[name] = {"dtype": _DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
-        offset += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with HashedWriter(path) as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for x in tensors.values():
-            if x.numel():
-                out.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return out.entry
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(path)
-
-
 def write_json(path: Path, data: Any) -> dict[str, Any]:
+    """Write a new file; returns its entry in a manifest."""
     with HashedWriter(path) as out:
         out.write(json.dumps(data, indent=1).encode())
     return out.entry
@@ -111,7 +77,7 @@ def replace_json(path: Path, data: Any) -> None:
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write a file anew: whoever reads sees the old one or the new one."""
+    """Replace a file atomically: readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -126,7 +92,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """A rename is safe only when the folder that holds the name is on the disk."""
+    """Sync a folder: a rename is durable only after this."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,3 +106,36 @@ def sha256_of(path: Path) -> str:
         while piece := file.read(1 << 20):
             sha.update(piece)
     return sha.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if the file is missing or holds anything else."""
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Exclusive use of a folder until the process ends. Raises RunError if another process has it."""
+    owner, lock = folder / ".owner", FileLock(folder / ".lock", blocking=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        who = owner.read_text() if owner.exists() else "another process"
+        raise RunError(f"{folder} is in use by {who}; wait for it, or take another folder") from None
+    except OSError as error:
+        raise RunError(f"cannot write to {folder}: {error.strerror}") from None
+    except NotImplementedError:  # some network file systems have no locks
+        yield
+        return
+    with lock:
+        owner.write_text(f"process {os.getpid()}")
+        try:
+            yield
+        finally:
+            owner.unlink(missing_ok=True)
+            lock.release()

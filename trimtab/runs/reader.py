@@ -1,13 +1,8 @@
-"""A run folder read back, while it is being written or long after: numbers by step, and what happened.
+"""A run folder read back, while it is being written or later: columns of numbers by step, and the events.
 
-    log.jsonl       one object per step: loss, grad_norm, lr, rms_max, ...
-    signals.jsonl   one object per watched step: "tensors" by name, "layers" by name, "totals"
-    events.jsonl    skips, evaluations, alarms, the end
-    config.json, result.json
-
-Only files: any old run can be looked at again. What cannot be read is left out and counted, never guessed: null, NaN
+Reading needs only the files, so any old run can be analysed again. What cannot be read is left out and counted: null
 and text where a number should be are NaN; a line that is not JSON, as a killed process leaves it, is skipped; of a step
-that was taken twice, as after a resume, the last stays.
+that was trained twice, as after a resume, the last record counts.
 """
 
 import json
@@ -17,38 +12,40 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trimtab.analysis.spikes import Floats, Ints
+from trimtab.runs.folder import RunFolder, SavedConfig
+from trimtab.runs.records import Event, EventKind, Json, LayerSignal, Result, SignalRecord, TensorSignal, number, whole
 
-Record = dict[str, Any]
-# The signals an analysis needs. Keeping them all would cost a long run of a large model gigabytes.
-TENSOR_SIGNALS = ("rms", "grad_rms", "eps_share")
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+# The signals that an analysis needs. All of them would take gigabytes for a long run of a large model.
+TENSOR_SIGNALS: tuple[TensorSignal, ...] = ("rms", "grad_rms", "eps_share")
 
 
 class Lines:
-    """The objects of a .jsonl file that may still grow: each call of `read` gives those that came since the last."""
+    """The objects of a JSON-lines file that may still grow; each `read` yields those added since the last."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.broken, self._place, self._rest, self._file = path, 0, 0, b"", -1
 
-    def read(self) -> Iterator[Record]:
+    def read(self) -> Iterator[Json]:
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
             return
         with file:
             status = os.fstat(file.fileno())
-            if status.st_ino != self._file or status.st_size < self._place:  # a resume has cut the log back
+            if status.st_ino != self._file or status.st_size < self._place:  # a resume has truncated the log
                 self._place, self._rest, self._file = 0, b"", status.st_ino
             file.seek(self._place)
             for line in file:
                 self._place += len(line)
                 self._rest += line
                 if not self._rest.endswith(b"\n"):
-                    return  # half a line; the other half may come
+                    return  # an incomplete line; the rest may follow
                 record, self._rest = _parse(self._rest), b""
                 if record is not None:
                     yield record
@@ -57,13 +54,13 @@ class Lines:
 
 
 class Series:
-    """Numbers by step and name, in little memory. A name that is missing at a step is NaN there."""
+    """Numbers by step and name, stored compactly. A name that is missing at a step is NaN there."""
 
     def __init__(self) -> None:
         self._steps = array("q")
         self._values: dict[str, array[float]] = {}
         self._known_order: Ints = np.empty(0, dtype=np.int64)
-        self._ordered = 0  # steps that order was made for
+        self._ordered = 0  # length for which the order was computed
 
     def add(self, step: int, values: Iterable[tuple[str, float]]) -> None:
         place = len(self._steps)
@@ -82,14 +79,14 @@ class Series:
         return np.array(self._steps, dtype=np.int64)[self._order()]
 
     def column(self, name: str) -> Floats:
-        """The numbers of a name, in the order of `steps`; all NaN if nobody logged it."""
+        """The numbers of a name, in the order of `steps`; all NaN if it was never logged."""
         values = np.full(len(self._steps), np.nan)
         known = self._values.get(name, array("d"))
         values[: len(known)] = known
         return values[self._order()]
 
     def _order(self) -> Ints:
-        """Places in the order of the steps; of a step that comes twice, the last."""
+        """Indices in the order of the steps; of a step that occurs twice, the last."""
         if self._ordered != len(self._steps):
             steps = np.array(self._steps, dtype=np.int64)
             _, last = np.unique(steps[::-1], return_index=True)
@@ -97,97 +94,108 @@ class Series:
         return self._known_order
 
 
-@dataclass
-class Run:
-    """What a folder says. `log` has the columns of log.jsonl, `signals` those of signals.jsonl by path: its names are
-    like "tensors/embedding.weight/rms", "layers/transformer.blocks.0/out_max" and "totals/logz"."""
+class StepLog(Series):
+    """The columns of the step log."""
 
-    folder: Path
-    log: Series = field(default_factory=Series)
-    signals: Series = field(default_factory=Series)
-    events: list[Record] = field(default_factory=list)
-    config: Record = field(default_factory=dict)
-    result: Record | None = None
-    broken: int = 0  # lines that could not be read
+    @property
+    def loss(self) -> Floats:
+        return self.column("loss")
 
-    def tensors(self, signal: str) -> dict[str, Floats]:
-        """One signal of every tensor, in the order of `signals.steps`."""
+    @property
+    def tokens(self) -> Floats:
+        return self.column("tokens")
+
+    @property
+    def seconds(self) -> Floats:
+        return self.column("seconds")
+
+    @property
+    def rms_max(self) -> Floats:
+        """The largest RMS_t of each step; all NaN if the optimizer does not measure it."""
+        return self.column("rms_max")
+
+    def add_record(self, record: Json) -> None:
+        if (step := whole(record.get("step"))) is not None:
+            self.add(
+                step, ((k, number(v)) for k, v in record.items() if k != "step" and not isinstance(v, dict | list))
+            )
+
+
+class SignalLog(Series):
+    """The columns of the watcher's records."""
+
+    @property
+    def loss(self) -> Floats:
+        return self.column("loss")
+
+    def total(self, name: str) -> Floats:
+        """A signal of the whole model, such as "logz"."""
+        return self.column(f"totals/{name}")
+
+    @property
+    def totals(self) -> list[str]:
+        return [name.removeprefix("totals/") for name in self.names if name.startswith("totals/")]
+
+    def tensors(self, signal: TensorSignal) -> dict[str, Floats]:
+        """One signal of every tensor, by its name."""
         return self._pick("tensors", signal)
 
-    def layers(self, signal: str) -> dict[str, Floats]:
+    def layers(self, signal: LayerSignal) -> dict[str, Floats]:
         return self._pick("layers", signal)
 
-    def of_kind(self, *kinds: str) -> list[Record]:
-        return [event for event in self.events if event.get("event") in kinds]
+    def add_record(self, record: SignalRecord, tensor_signals: tuple[TensorSignal, ...] | None) -> None:
+        if record.step is None:
+            return
+        values = [("loss", record.loss), *((f"totals/{key}", value) for key, value in record.totals.items())]
+        for name, signals in record.tensors.items():
+            kept = (item for item in signals.items() if tensor_signals is None or item[0] in tensor_signals)
+            values += [(f"tensors/{name}/{key}", value) for key, value in kept]
+        for name, signals in record.layers.items():
+            values += [(f"layers/{name}/{key}", value) for key, value in signals.items()]
+        self.add(record.step, values)
 
     def _pick(self, group: str, signal: str) -> dict[str, Floats]:
-        parts = [(name, name.split("/")) for name in self.signals.names]
-        return {p[1]: self.signals.column(name) for name, p in parts if len(p) == 3 and (p[0], p[2]) == (group, signal)}
+        parts = [(name, name.split("/")) for name in self.names]
+        return {p[1]: self.column(name) for name, p in parts if len(p) == 3 and (p[0], p[2]) == (group, signal)}
 
 
-def read_run(folder: str | Path, *, tensor_signals: tuple[str, ...] | None = TENSOR_SIGNALS) -> Run:
-    """Read a folder; `tensor_signals` chooses what to keep of each tensor, None keeps all."""
-    folder = Path(folder)
-    run = Run(folder)
-    log, signals, events = (Lines(folder / f"{name}.jsonl") for name in ("log", "signals", "events"))
+@dataclass
+class Run:
+    """The contents of a run folder."""
+
+    folder: RunFolder
+    log: StepLog = field(default_factory=StepLog)
+    signals: SignalLog = field(default_factory=SignalLog)
+    events: list[Event] = field(default_factory=list)
+    config: SavedConfig | None = None
+    result: Result | None = None
+    broken: int = 0  # lines that could not be read
+
+    def of_kind(self, *kinds: EventKind) -> list[Event]:
+        return [event for event in self.events if event.kind in kinds]
+
+
+def read_run(folder: str | Path, *, tensor_signals: tuple[TensorSignal, ...] | None = TENSOR_SIGNALS) -> Run:
+    """Read a folder. `tensor_signals` are the signals to keep of each tensor; None keeps all."""
+    paths = RunFolder(folder)
+    run = Run(paths)
+    log, signals, events = Lines(paths.log), Lines(paths.signals), Lines(paths.events)
     for record in log.read():
-        add_step(run.log, record)
+        run.log.add_record(record)
     for record in signals.read():
-        add_signals(run.signals, record, tensor_signals)
-    run.events = list(events.read())
+        run.signals.add_record(SignalRecord.from_json(record), tensor_signals)
+    run.events = [Event.from_json(record) for record in events.read()]
     if not len(run.log.steps) and not len(run.signals.steps) and not run.events:
-        raise ValueError(f"{folder} holds no run: there is nothing in log.jsonl, signals.jsonl or events.jsonl")
-    run.config, run.result = _read_json(folder / "config.json") or {}, _read_json(folder / "result.json")
+        names = ", ".join(path.name for path in (paths.log, paths.signals, paths.events))
+        raise ValueError(f"{folder} holds no run: {names} are empty or missing")
+    run.config, run.result = paths.read_config(), paths.read_result()
     run.broken = log.broken + signals.broken + events.broken
     return run
 
 
-def add_step(series: Series, record: Record) -> None:
-    step = _step_of(record)
-    if step is not None:
-        series.add(step, ((k, _number(v)) for k, v in record.items() if k != "step" and not isinstance(v, dict | list)))
-
-
-def add_signals(series: Series, record: Record, tensor_signals: tuple[str, ...] | None = TENSOR_SIGNALS) -> None:
-    step = _step_of(record)
-    if step is not None:
-        series.add(step, _flatten(record, tensor_signals))
-
-
-def _flatten(record: Record, tensor_signals: tuple[str, ...] | None) -> Iterator[tuple[str, float]]:
-    yield "loss", _number(record.get("loss"))
-    for key, value in _items(record.get("totals")):
-        yield f"totals/{key}", _number(value)
-    for group in ("tensors", "layers"):
-        for name, signals in _items(record.get(group)):
-            for key, value in _items(signals):
-                if group == "layers" or tensor_signals is None or key in tensor_signals:
-                    yield f"{group}/{name}/{key}", _number(value)
-
-
-def _items(values: Any) -> Iterable[tuple[str, Any]]:
-    return values.items() if isinstance(values, dict) else ()
-
-
-def _step_of(record: Record) -> int | None:
-    step = record.get("step")
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _parse(line: bytes) -> Record | None:
+def _parse(line: bytes) -> Json | None:
     try:
         record = json.loads(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def _read_json(path: Path) -> Record | None:
-    try:
-        return _parse(path.read_bytes())
-    except OSError:
-        return None

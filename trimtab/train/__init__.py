@@ -1,6 +1,6 @@
 """ONE RUN: config, loop, log, checkpoints, processes. `trimtab train RECIPE` is `train(config, folder)`."""
 
-from trimtab.runs.log import RunError, RunLog, read_lines
+from trimtab.runs import RunError, RunLog, read_lines
 from trimtab.train.checkpoint import CheckpointError, Checkpoints
 from trimtab.train.config import CLIPRun, DataConfig, GPTRun, ModuleRun, OptimConfig, RunConfig, ScheduleConfig
 from trimtab.train.evaluate import evaluate, load_run, sample

@@ -22,8 +22,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trimtab.runs.files import read_tensors, replace_json, sha256_of, sync_folder, write_json, write_tensors
+from trimtab.runs.files import replace_json, sha256_of, sync_folder, write_json
 from trimtab.train.processes import Processes
+from trimtab.train.tensors import read_tensors, write_tensors
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")

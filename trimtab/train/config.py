@@ -9,9 +9,11 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from trimtab.nn import CLIPConfig, ConfigError, GPTConfig
+from trimtab.runs import RunError, RunFolder, SavedConfig
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
 from trimtab.watch import Actions, Alarm
 
@@ -233,6 +235,15 @@ def from_json(data: Mapping[str, Any]) -> RunConfig:
     if data.get("kind") not in KINDS:
         raise ConfigError(f"a config of kind {data.get('kind')!r} is not known; try one of {', '.join(KINDS)}")
     return _read(KINDS[data["kind"]], {key: value for key, value in data.items() if key != "kind"}, "")
+
+
+def load_config(folder: Path) -> tuple[RunConfig, SavedConfig]:
+    """The config of a run, and what was saved with it. Raises RunError if the run cannot be continued or loaded."""
+    saved = RunFolder(folder).require_config()
+    try:
+        return from_json(saved.config), saved
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{folder} has a config that cannot be used: {error}") from None
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:

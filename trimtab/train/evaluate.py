@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from trimtab.data import open_corpus, open_pairs
 from trimtab.nn import CLIP, ByteTokenizer
-from trimtab.runs.log import RunError, RunLog
+from trimtab.runs import RunError
 from trimtab.train.build import build_model, build_task
 from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.config import CLIPRun, GPTRun, RunConfig
+from trimtab.train.config import CLIPRun, GPTRun, RunConfig, load_config
 from trimtab.train.processes import Processes
 
 
 def load_run(folder: Path, step: int | None = None) -> tuple[RunConfig, nn.Module, int]:
     """The config and the model of a run, at its last checkpoint or at that of `step`; `-1` is the best one."""
-    config, _ = RunLog(folder).read_config()
+    config, _ = load_config(folder)
     checkpoints = Checkpoints(folder / "checkpoints", 1, Processes())
     steps = checkpoints.list_steps()
     if not steps:

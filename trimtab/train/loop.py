@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
-from trimtab.runs.log import RunError, RunLog
+from trimtab.runs import End, EventKind, Result, RunError, RunLog, StepRecord
 from trimtab.train.build import Task, build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.compilations import Compilations, batch_sizes
-from trimtab.train.config import FREE, RunConfig, differences
+from trimtab.train.config import FREE, RunConfig, differences, load_config, to_json
 from trimtab.train.plan import foretell
 from trimtab.train.processes import Processes, ProcessLost, processes
 from trimtab.train.progress import Line
@@ -71,7 +71,7 @@ def train(config: RunConfig, out: Path, *, console: Console | None = None) -> di
         run = _Run(config, task, log, here, console)
         here.barrier()  # all have seen that the folder is free
         try:
-            here.together(lambda: log.create(config, sha256=task.sha256, params=count_params(task.model)))
+            here.together(lambda: log.create(to_json(config), **_facts(task)))
         except OSError as error:
             raise RunError(f"cannot write to {out}: {error.strerror}") from None
         return run.go()
@@ -86,7 +86,7 @@ def resume(
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Go on from the last checkpoint, or from that of `step`. A changed config is refused unless `force`."""
-    saved, facts = RunLog(out).read_config()
+    saved, facts = load_config(out)
     config = config or saved
     changed = [(name, old, new) for name, old, new in differences(saved, config) if name not in FREE]
     if changed and not force:
@@ -97,20 +97,20 @@ def resume(
         )
     with processes(config.parallel) as here, _threads(config.threads):
         task = build_task(config, here)
-        if task.sha256 != facts["sha256"] and not force:
+        if task.sha256 != facts.sha256 and not force:
             raise RunError(
-                f"the data has changed: sha256 {task.sha256[:12]} now, {facts['sha256'][:12]} when the run was "
+                f"the data has changed: sha256 {task.sha256[:12]} now, {facts.sha256[:12]} when the run was "
                 "started; use --force to go on all the same"
             )
         log = RunLog(out, writes=here.rank == 0)
         run = _Run(config, task, log, here, console)
         run.load(step, force=force)
-        if task.sha256 != facts["sha256"]:
-            changed.append(("sha256", facts["sha256"], task.sha256))
+        if task.sha256 != facts.sha256:
+            changed.append(("sha256", facts.sha256, task.sha256))
         if changed:
             # What a run is, is what its config says: the next resume goes on from there.
-            here.together(lambda: log.write_config(config, **(facts | {"sha256": task.sha256})))
-            log.event("forced", changed={name: [old, new] for name, old, new in changed})
+            here.together(lambda: log.write_config(to_json(config), **_facts(task)))
+            log.event(EventKind.FORCED, changed={name: [old, new] for name, old, new in changed})
         return run.go()
 
 
@@ -160,7 +160,7 @@ class _Run:
             if not self.here.lost(error):
                 raise
             text = f"another process is gone, so this one stops; go on with `trimtab resume {self.log.folder}`"
-            self._event("stopped", reason=f"another process is gone: {str(error).splitlines()[0]}")
+            self._event(EventKind.STOPPED, reason=f"another process is gone: {str(error).splitlines()[0]}")
             raise ProcessLost(text) from error
         finally:
             self.line.close()
@@ -168,42 +168,47 @@ class _Run:
             self.log.close()
             if self.board is not None:
                 self.board.close()
-        result = {"why": why, **asdict(self.state.clock), "validation_loss": self.state.best_loss}
-        result |= {"skipped": self.state.skipped, "waited_s": round(self.batches.waited_s, 3)}
-        if config.compile:
-            result |= {"compilations": compilations.count, "most_compilations": compilations.most}
-        if why not in ("interrupted", "terminated"):
-            self.log.finish(**result)
-        return result
+        result = Result(
+            why=why,
+            **asdict(self.state.clock),
+            validation_loss=self.state.best_loss,
+            skipped=self.state.skipped,
+            waited_s=round(self.batches.waited_s, 3),
+            compilations=compilations.count if config.compile else None,
+            most_compilations=compilations.most if config.compile else None,
+        )
+        if not why.resumable:
+            self.log.finish(result)
+        return result.to_json()
 
-    def _loop(self, asked: Asked) -> str:
+    def _loop(self, asked: Asked) -> End:
         config = self.config
         if self.state.clock.step == 0:
             self._evaluate()
         while True:
             clock = self.state.clock
             if clock.step >= config.steps or (config.tokens is not None and clock.tokens >= config.tokens):
-                why = "done"
+                why = End.DONE
                 break
             record = self._step()
             self.line.show(record)
             self._record(record)
             if self.state.skipped_in_a_row >= config.stop_after_skips:
-                self._event("stopped", reason=f"{config.stop_after_skips} steps in a row without a finite loss")
-                return "not finite"
-            if self._hopeless(record["loss"]):
-                return "diverged"
+                self._event(EventKind.STOPPED, reason=f"{config.stop_after_skips} steps in a row without a finite loss")
+                return End.NOT_FINITE
+            if self._hopeless(record.loss):
+                return End.DIVERGED
             if self.watcher.wants_back and self._roll_back(self.watcher.wants_back):
                 continue
             signalled = self.here.any(asked.name is not None)
             due = clock.step % config.eval_every == 0
             if due and self._evaluate():
-                return "diverged"
+                return End.DIVERGED
             if signalled or clock.step % config.checkpoint_every == 0:
                 self._checkpoint()
             if signalled:
-                self._event("stopped", reason=asked.name or "another process was asked to stop")
-                return asked.name or "terminated"
+                self._event(EventKind.STOPPED, reason=asked.name or "another process was asked to stop")
+                return End(asked.name or End.TERMINATED)
         if clock.step % config.eval_every:
             self._evaluate()
         if self.saved == clock.step:
@@ -211,12 +216,12 @@ class _Run:
         else:
             self._checkpoint()
         if self.evaluated[0] == clock.step and not math.isfinite(self.evaluated[1]):
-            why = "not finite"
-            self._event("stopped", reason="the last validation loss is not finite")
-        self._event("done", step=clock.step, tokens=clock.tokens)
+            why = End.NOT_FINITE
+            self._event(EventKind.STOPPED, reason="the last validation loss is not finite")
+        self._event(EventKind.DONE, step=clock.step, tokens=clock.tokens)
         return why
 
-    def _step(self) -> dict[str, Any]:
+    def _step(self) -> StepRecord:
         config, clock, started = self.config, self.state.clock, time.perf_counter()
         number = clock.step + 1
         used = config.schedule.seqlen.tokens_at(number)
@@ -244,8 +249,16 @@ class _Run:
             clock.warmup_steps, clock.warmup_tokens = number, clock.tokens
         seconds = time.perf_counter() - started
         clock.seconds += seconds
-        record = {**asdict(clock), "step_seconds": round(seconds, 6), "loss": loss.item(), "lr": lr, "length": length}
-        return record | {"batch": size, "grad_norm": norm, **self._rms()}
+        return StepRecord(
+            **asdict(clock),
+            step_seconds=round(seconds, 6),
+            loss=loss.item(),
+            lr=lr,
+            length=length,
+            batch=size,
+            grad_norm=norm,
+            rms_max=self._rms(),
+        )
 
     def _backward(self, batch: dict[str, Any]) -> Tensor:
         """Gradients of the mean over the batch, micro-batch by micro-batch; returns that mean over all processes."""
@@ -277,14 +290,14 @@ class _Run:
         if not finite:
             state.skipped += 1
             reason = "the loss or its gradient is not finite; weights and state stay as they were"
-            self._event("skipped", step=number, reason=reason)
+            self._event(EventKind.SKIPPED, step=number, reason=reason)
             self.line.say(f"step {number}  skipped: {reason}")
 
-    def _rms(self) -> dict[str, float]:
+    def _rms(self) -> float | None:
         """The largest RMS_t of the step, if the optimizer measures it; 2.3 is the paper's alarm."""
         rms = getattr(self.optimizer, "rms", torch.empty(0))
         finite = rms[rms.isfinite()]
-        return {"rms_max": float(finite.max())} if finite.numel() else {}
+        return float(finite.max()) if finite.numel() else None
 
     def _autocast(self) -> Any:
         if self.config.autocast == "off":
@@ -308,7 +321,9 @@ class _Run:
         self.model.train()
         means = {name: self.here.mean(x / config.eval_batches).item() for name, x in sums.items()}
         loss = means["loss"]
-        self._event("evaluated", step=state.clock.step, tokens=state.clock.tokens, seconds=state.clock.seconds, **means)
+        self._event(
+            EventKind.EVALUATED, step=state.clock.step, tokens=state.clock.tokens, seconds=state.clock.seconds, **means
+        )
         self.line.say(f"step {state.clock.step}  validation " + "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
         if state.first_loss is None:
             state.first_loss = loss
@@ -331,20 +346,20 @@ class _Run:
     def _gives_up(self, count: int, most: int, what: str) -> bool:
         if count >= most:
             reason = f"{most} {what} in a row above {self.config.diverged_at} times the first validation loss"
-            self._event("stopped", reason=reason)
+            self._event(EventKind.STOPPED, reason=reason)
         return count >= most
 
-    def _record(self, record: dict[str, Any]) -> None:
-        before = self.log.trouble
-        self.log.step(**record)
-        if self.log.trouble and not before:
-            self.line.say(f"step {record['step']}  the log cannot be written: {self.log.trouble}; its lines wait")
-        totals = self.watcher.write(record["step"], totals=self.board is not None)
+    def _record(self, record: StepRecord) -> None:
+        before = self.log.pending_error
+        self.log.step(record)
+        if self.log.pending_error and not before:
+            self.line.say(f"step {record.step}  the log cannot be written: {self.log.pending_error}; its lines wait")
+        totals = self.watcher.write(record.step, totals=self.board is not None)
         for alarm in self.watcher.alarms:
             self.line.say(str(alarm))
         if self.board is not None:
-            self.board.add("train", record, record["step"])
-            self.board.add("watch", totals, record["step"])
+            self.board.add("train", record.to_json(), record.step)
+            self.board.add("watch", totals, record.step)
 
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
@@ -357,10 +372,10 @@ class _Run:
             path = self.checkpoints.save(step, self.model, self.optimizer, state, validation_loss=loss)
         except OSError as error:
             # A full disk must not cost the run: what was saved before is still there.
-            self._event("checkpoint failed", step=step, reason=f"{error.strerror or error}")
+            self._event(EventKind.CHECKPOINT_FAILED, step=step, reason=f"{error.strerror or error}")
             self.line.say(f"step {step}  no checkpoint: {error.strerror or error}; earlier ones are intact, going on")
             return
-        self._event("checkpoint", step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
+        self._event(EventKind.CHECKPOINT, step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
 
     def load(self, step: int | None, *, force: bool = False) -> None:
         steps = self.checkpoints.list_steps()
@@ -379,8 +394,8 @@ class _Run:
             torch.manual_seed(mix_seed(self.config.seed, chosen, self.here.rank))
         self.saved = chosen
         self.checkpoints.forget_after(chosen)
-        self.log.cut_back(chosen)
-        self._event("resumed", step=chosen, processes=self.here.world)
+        self.log.truncate(chosen)
+        self._event(EventKind.RESUMED, step=chosen, processes=self.here.world)
 
     def _roll_back(self, alarm: Alarm) -> bool:
         """To the last checkpoint, and on with the batches that come next: those since then are left out."""
@@ -389,14 +404,14 @@ class _Run:
         returns = self.returns.get(steps[-1], 0) if steps else MOST_RETURNS
         if returns >= MOST_RETURNS:
             why = f"{returns} times already" if steps else "there is no checkpoint yet"
-            self._event("not rolled back", step=at, reason=f"{alarm.kind} in {alarm.where}; {why}")
+            self._event(EventKind.NOT_ROLLED_BACK, step=at, reason=f"{alarm.kind} in {alarm.where}; {why}")
             self.line.say(f"step {at}  not rolled back: {why}")
             return False
         self.returns[steps[-1]] = returns + 1
         self._load_weights(steps[-1])
         self.here.barrier()  # nobody writes to a log that is being cut
-        self.log.cut_back(steps[-1])
-        self._event("rolled back", step=at, to=steps[-1], reason=f"{alarm.kind} in {alarm.where}")
+        self.log.truncate(steps[-1])
+        self._event(EventKind.ROLLED_BACK, step=at, to=steps[-1], reason=f"{alarm.kind} in {alarm.where}")
         self.line.say(f"step {at}  back to step {steps[-1]}: {alarm.kind} in {alarm.where}")
         return True
 
@@ -408,8 +423,13 @@ class _Run:
         self.watcher.load(saved.get("watch"), step)
         return saved
 
-    def _event(self, kind: str, **values: Any) -> None:
+    def _event(self, kind: EventKind, **values: Any) -> None:
         self.log.event(kind, **values)
+
+
+def _facts(task: Task) -> dict[str, Any]:
+    """What is saved with the config."""
+    return {"sha256": task.sha256, "params": count_params(task.model), "torch": torch.__version__}
 
 
 def count_params(model: nn.Module) -> int:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from trimtab.nn import ConfigError
-from trimtab.runs.log import RunError
+from trimtab.runs import RunError
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
 from trimtab.train.config import ModuleConfig, ModuleRun, OptimConfig, ScheduleConfig
 

@@ -1,11 +1,11 @@
 """What a person sees of a run: one line that stays in place on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from trimtab.runs import StepRecord
 
 
 class Line:
@@ -26,19 +26,19 @@ class Line:
             self.task = self.live.add_task("starting", total=self.total)
             self.live.start()
 
-    def show(self, record: Mapping[str, Any]) -> None:
+    def show(self, record: StepRecord) -> None:
         if not self.shows:
             return
-        seconds = max(record["step_seconds"], 1e-9)
-        speed = record["batch"] * record["length"] / seconds
+        seconds = max(record.step_seconds, 1e-9)
+        speed = record.batch * record.length / seconds
         self.rate = speed if self.rate == 0 else 0.9 * self.rate + 0.1 * speed
         text = (
-            f"step {record['step']}  loss {record['loss']:.4f}  lr {record['lr']:.2e}  length {record['length']}  "
+            f"step {record.step}  loss {record.loss:.4f}  lr {record.lr:.2e}  length {record.length}  "
             f"{self.rate:,.0f} tokens/s"
         )
         if self.live is not None:
-            self.live.update(self.task, description=text, completed=min(record[self.unit], self.total))
-        elif record["step"] % self.every == 0 or record["step"] == 1:
+            self.live.update(self.task, description=text, completed=min(getattr(record, self.unit), self.total))
+        elif record.step % self.every == 0 or record.step == 1:
             self.console.print(f"{text}  {self._left(record)}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
@@ -50,8 +50,8 @@ class Line:
             self.live.stop()
             self.live = None
 
-    def _left(self, record: Mapping[str, Any]) -> str:
-        done = record[self.unit]
+    def _left(self, record: StepRecord) -> str:
+        done = getattr(record, self.unit)
         if self.first is None:
             self.first = (time.perf_counter(), done)
             return ""

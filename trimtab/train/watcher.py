@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.runs.log import RunLog
+from trimtab.runs import EventKind, RunLog
 from trimtab.train.config import RunConfig
 from trimtab.watch import Alarm, Rules, Watch
 
@@ -48,7 +48,7 @@ class Watcher:
     def write(self, step: int, *, totals: bool = False) -> dict[str, Any]:
         """Put the step on record; returns its totals, if they are asked for and there was a look."""
         for alarm in self.alarms:
-            self.log.event("alarm", **alarm.to_json())
+            self.log.event(EventKind.ALARM, **alarm.to_json())
         due = bool(self.alarms) or step % self.config.record_every == 0
         # Asked for only where there is one: cleaning a record takes as long as a small layer's step.
         if self.watch is None or step % self.config.every or not (due or totals):

@@ -1,0 +1,206 @@
+"""What a run writes: one record per step, per watched step, per event, and one for the end.
+
+Reading is tolerant: a number that is missing, null or of another type is NaN (None for a whole number), unknown keys
+are ignored, and an unknown event or end reason keeps its text. Old and interrupted runs can always be read.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+Json = dict[str, Any]
+
+# Signals of a tensor and of a layer. `trimtab.watch` computes them; a test compares the names.
+TensorSignal = Literal["rms", "grad_rms", "param_rms", "update_rms", "ratio", "eps_share"]
+LayerSignal = Literal["logit_max", "entropy", "out_rms", "out_max", "rounding"]
+
+
+class End(str, Enum):
+    """Why a run ended."""
+
+    DONE = "done"  # all steps or tokens were trained
+    NOT_FINITE = "not finite"  # too many steps in a row, or the last validation loss
+    DIVERGED = "diverged"  # the loss stayed above `diverged_at` times the first one
+    INTERRUPTED = "interrupted"  # Ctrl-C
+    TERMINATED = "terminated"  # SIGTERM
+
+    @property
+    def resumable(self) -> bool:
+        """Stopped from outside: the run is not complete and `resume` continues it."""
+        return self in (End.INTERRUPTED, End.TERMINATED)
+
+
+class EventKind(str, Enum):
+    """What a line of the events file reports."""
+
+    EVALUATED = "evaluated"
+    CHECKPOINT = "checkpoint"
+    CHECKPOINT_FAILED = "checkpoint failed"
+    SKIPPED = "skipped"
+    ALARM = "alarm"
+    ROLLED_BACK = "rolled back"
+    NOT_ROLLED_BACK = "not rolled back"
+    RESUMED = "resumed"
+    FORCED = "forced"
+    STOPPED = "stopped"
+    DONE = "done"
+
+
+@dataclass(kw_only=True)
+class StepRecord:
+    """One training step. Clocks count from the start of the run."""
+
+    step: int
+    samples: int
+    tokens: int
+    seconds: float
+    warmup_steps: int | None  # steps and tokens that the learning-rate warmup took, once it is over
+    warmup_tokens: int | None
+    step_seconds: float
+    loss: float
+    lr: float
+    length: int
+    batch: int
+    grad_norm: float
+    rms_max: float | None = None  # largest RMS_t of the step, if the optimizer measures it
+
+    def to_json(self) -> Json:
+        values = dict(self.__dict__)
+        if self.rms_max is None:
+            del values["rms_max"]
+        return values
+
+
+@dataclass(frozen=True)
+class SignalRecord:
+    """The watcher's measurements at one step: by tensor, by layer, and over the whole model."""
+
+    step: int | None
+    loss: float
+    tensors: dict[str, dict[str, float]]
+    layers: dict[str, dict[str, float]]
+    totals: dict[str, float]
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "SignalRecord":
+        tensors, layers = (
+            {name: _numbers(signals) for name, signals in as_mapping(record.get(group)).items()}
+            for group in ("tensors", "layers")
+        )
+        return cls(
+            whole(record.get("step")), number(record.get("loss")), tensors, layers, _numbers(record.get("totals"))
+        )
+
+
+@dataclass(frozen=True)
+class AlarmRecord:
+    """The fields of an alarm, as `trimtab.watch.Alarm` writes them."""
+
+    kind: str
+    where: str
+    signal: str
+    value: float
+    usual: tuple[float, float]
+    advice: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the events file. `values` has the fields that only some kinds have."""
+
+    kind: str  # an EventKind, or text that this version does not know
+    time: float
+    step: int | None
+    loss: float  # of an evaluation
+    reason: str
+    values: Json = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Event":
+        return cls(
+            str(record.get("event", "")),
+            number(record.get("time")),
+            whole(record.get("step")),
+            number(record.get("loss")),
+            str(record.get("reason", "")),
+            {key: value for key, value in record.items() if key not in ("event", "time", "step", "loss", "reason")},
+        )
+
+    @property
+    def alarm(self) -> AlarmRecord:
+        usual = self.values.get("usual")
+        low, high = (*(usual if isinstance(usual, list) else ()), None, None)[:2]
+        kind, where, signal, advice = (str(self.values.get(key, "")) for key in ("kind", "where", "signal", "advice"))
+        return AlarmRecord(kind, where, signal, number(self.values.get("value")), (number(low), number(high)), advice)
+
+
+@dataclass(kw_only=True)
+class Result:
+    """How a run ended. Its file is written last: a folder that has it holds a complete run."""
+
+    why: End | str  # text: a reason that this version does not know
+    step: int
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = math.nan
+    warmup_steps: int | None = None
+    warmup_tokens: int | None = None
+    validation_loss: float | None = None  # the best one
+    skipped: int = 0
+    waited_s: float = 0.0
+    compilations: int | None = None
+    most_compilations: int | None = None
+
+    def to_json(self) -> Json:
+        values = asdict(self) | {"why": str(getattr(self.why, "value", self.why))}
+        return {k: v for k, v in values.items() if v is not None or "compilations" not in k}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Result":
+        why = str(record.get("why", ""))
+        loss = number(record.get("validation_loss"))
+        return cls(
+            why=next((end for end in End if end == why), why),
+            validation_loss=loss if math.isfinite(loss) else None,
+            seconds=number(record.get("seconds")),
+            waited_s=number(record.get("waited_s")),
+            warmup_steps=whole(record.get("warmup_steps")),
+            warmup_tokens=whole(record.get("warmup_tokens")),
+            compilations=whole(record.get("compilations")),
+            most_compilations=whole(record.get("most_compilations")),
+            **{key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")},
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell of a study that failed: which one, when, and the error."""
+
+    cell: str
+    time: float
+    error: str
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Failure":
+        return cls(str(record.get("cell", "")), number(record.get("time")), str(record.get("error", "no reason given")))
+
+
+# --- JSON of unknown origin
+
+
+def as_mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    return {key: number(value) for key, value in as_mapping(values).items()}
