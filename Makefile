@@ -1,7 +1,8 @@
 # On a fresh machine with python3, make and g++ two commands are enough: `make test` and `make lab`.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := $(wildcard trimtab/ops/*.cpp trimtab/ops/*.h) CMakeLists.txt pyproject.toml constraints.txt
+SOURCES := $(shell find trimtab/ops -name '*.cpp' -o -name '*.h') $(wildcard trimtab/ops/table.py) \
+	CMakeLists.txt pyproject.toml constraints.txt
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
 .PHONY: test test-slow test-oldest lab docs wheel bench clean
@@ -26,7 +27,7 @@ lab: .venv/ready
 
 # The documentation site in site/. --strict: a broken link or an unknown name is an error.
 docs: .venv/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # An sdist and a wheel in dist/. The wheel is built from the sdist, so a file missing there is noticed.
 wheel: .venv/installed
