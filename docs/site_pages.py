@@ -1,12 +1,12 @@
-"""MkDocs hook: pages from outside docs/, links to source files, and names that a package shares with one of its modules.
+"""MkDocs hook: pages from outside docs/, links to source files, and names that are also modules.
 
 The Markdown files are written to be read in the repository too, where `../trimtab/nn/gpt.py` and `../README.md` are the
 right links. On the site such a link goes to the API reference of that package (`reference/nn.md`) or to the home page.
 A link to a file that does not exist stays as it is, so that `mkdocs build --strict` reports it.
 
-`::: trimtab.schedule` documents the names in `__all__`, except those that are also modules: `trimtab.schedule.plan` is a
-function, and a file. They are added here. Undocumented members of classes are left out: the fields of a dataclass are in
-its signature already.
+`::: trimtab.schedule` documents the names in `__all__`, except those that are also modules: `trimtab.schedule.plan` is
+both a function and a file. They are added here. Undocumented members of classes are left out: the fields of a dataclass
+are already in its signature.
 """
 
 import ast
@@ -56,10 +56,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     def replace(match: re.Match[str]) -> str:
         text, link = match.groups()
         target, _, anchor = link.partition("#")
-        found = target and _find_page(posixpath.normpath(posixpath.join(folder, target)))
+        source = posixpath.normpath(posixpath.join(folder, target))
+        found = target and _find_page(source)
         if not found:
             return match[0]
-        anchor = f"#{anchor}" if anchor and found == target else ""
+        anchor = f"#{anchor}" if anchor and source.startswith("docs/") else ""  # others are replaced by another page
         return f"[{text}]({posixpath.relpath(found, posixpath.dirname(path) or '.')}{anchor})"
 
     return LINK.sub(replace, markdown) + "".join(_name_modules(Path(path)))
@@ -84,12 +85,12 @@ def _name_modules(path: Path) -> list[str]:
     package = ROOT / "trimtab" / path.stem
     if path.parent.name != "reference" or not package.is_dir():
         return []
-    init = ast.parse((package / "__init__.py").read_text())
-    exported = [
-        node.value for node in init.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    tree = ast.parse((package / "__init__.py").read_text())
+    values = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("__all__")
     ]
     added = []
-    for name in (name for value in exported for name in ast.literal_eval(value)):
+    for name in [name for value in values for name in ast.literal_eval(value)]:
         files = [file for file in (package / f"{name}.py", package / name / "__init__.py") if file.exists()]
         if files:
             function = f".{name}" if f"def {name}(" in files[0].read_text() else ""
