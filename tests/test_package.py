@@ -63,7 +63,7 @@ def requirements(facts: Message) -> list[tuple[str, bool]]:
 def test_the_sdist_contains_all_that_a_build_needs(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = package_files() | {"CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "PKG-INFO"}
+    needed = package_files() | {"CMakeLists.txt", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
     assert any(Path(name).suffix == ".cpp" for name in needed)
     assert not needed - names
     assert not [
@@ -97,6 +97,25 @@ def test_the_metadata_are_complete(python_wheel, sdist):
         "platformdirs",
         "tyro",
     }
+
+
+def test_the_wheel_runs_without_the_source_tree(python_wheel, tmp_path):
+    """The fast form of the slow test below: unpacked instead of installed, and without native kernels."""
+    with zipfile.ZipFile(python_wheel) as archive:
+        archive.extractall(tmp_path)
+    packages = str(
+        Path(torch.__file__).parent.parent
+    )  # -S: without its .pth files, such as that of an editable trimtab
+    paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({packages!r})"
+    code = f"{paths}; import trimtab, trimtab.cli; print(trimtab.__file__, trimtab.__version__, flush=True)"
+    for verb in "--help", "recipes":
+        command = [sys.executable, "-I", "-S", "-c", f"{code}; sys.exit(trimtab.cli.main([{verb!r}]))"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stdout + run.stderr
+        place, version = run.stdout.split()[:2]
+        assert Path(place).is_relative_to(tmp_path)
+        assert version == read_metadata(python_wheel)["Version"]
+    assert "gpt-tiny" in run.stdout
 
 
 def test_a_folder_without_git_has_a_version(sdist, tmp_path):
