@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from trimtab.ops.sharding import is_sharded
+from trimtab.ops.step.rules import independent_decay
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 from trimtab.optim.options import LARGEST
 
@@ -67,8 +68,8 @@ class _Factored(Optimizer):
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
-        lr, decay = group["lr"], group["weight_decay"]
-        shrink = 1 - decay * lr / group["lr_max"] if group["independent_decay"] else 1 - lr * decay
+        independent = independent_decay(group)
+        shrink = 1 - group["lr"] * group["weight_decay"] if independent is None else independent
         numbers = zip(rows[:, 0].unbind(), batch.steps.double().unbind(), strict=True)
         for p, state, (scale, t) in zip(batch.owners, batch.kept, numbers, strict=True):
             if p.numel() == 0:
@@ -116,8 +117,8 @@ class Adafactor(_Factored):
         eps: the smallest √V (None: the machine epsilon of the parameter's dtype), and the smallest rms of the weights.
         d: the largest rms of an update.
         """
-        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
+        super().__init__(params, own, options)
 
     def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
         if p.dim() < 2:
@@ -168,14 +169,8 @@ class AdafactorMomentum(_Factored):
         clip_threshold: float = 1.0,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "clip_threshold": clip_threshold,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip_threshold": clip_threshold}
+        super().__init__(params, own, options)
 
     def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
         if p.dim() < 2:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trimtab.ops import codebook
 from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
-from trimtab.ops.quadratic import decode_moments, encode_moments
+from trimtab.ops.step.quadratic import decode_moments, encode_moments
 
 Method = Literal["quadratic", "dynamic-symmetric", "dynamic", "linear", "quantile"]
 

@@ -11,10 +11,9 @@ tensors, numbers and strings: `torch.load(weights_only=True)` reads it.
 A load is checked and built completely before anything changes: one that fails leaves the optimizer as it was.
 """
 
-import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.sharding import is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES
-from trimtab.optim.state import Storage, decode, encode
+from trimtab.ops.step.storage import Storage, decode, encode
 
 if TYPE_CHECKING:
     from trimtab.optim.optimizer import Optimizer
@@ -34,9 +33,9 @@ Entry = dict[str, Any]
 # How the state is kept is this optimizer's own affair; PyTorch's switches mean nothing here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
 _TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
-_UNFLATTENED = (
-    "if this comes from torch.distributed.checkpoint, take flatten_optimizer_state_dict=False: flattened, every state "
-    "is looked up by its name in memory, where 8-bit state has other names than in a checkpoint"
+UNFLATTENED = (
+    "with torch.distributed.checkpoint, use flatten_optimizer_state_dict=False: flattened state is looked up by the "
+    "names in memory, and 8-bit state has other names there than in a checkpoint"
 )
 PACKING = 2  # what the codes of packed state mean; another number where that changes
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -50,9 +49,8 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     for pre in optimizer._optimizer_state_dict_pre_hooks.values():
         pre(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(is_sharded(p) for p in params)
-    resharding = _resharding(optimizer)
-    format = format or ("portable" if sharded or resharding else "packed")
+    sharded, coded = any(is_sharded(p) for p in params), optimizer.has_8bit_state()
+    format = format or optimizer.default_format or ("portable" if sharded else "packed")
     if format not in ("packed", "portable"):
         raise ValueError(f"format must be packed or portable, got {format!r}")
     if format == "packed" and sharded:
@@ -67,7 +65,7 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
-        | ({"packing": PACKING, "moments": list(optimizer.moments)} if format == "packed" else {})
+        | ({"packing": PACKING, "moments": list(optimizer.moments)} if format == "packed" and coded else {})
         for group in optimizer.param_groups
     ]
     # Whatever somebody keeps there under a key that is no parameter is passed on, as PyTorch does.
@@ -77,28 +75,32 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
             if optimizer.state.get(p):
                 entry = optimizer.state[p]
                 state[places[p]] = dict(entry) if format == "packed" else _to_portable(optimizer, p, group, entry)
-    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    guarded = PackedState(state) if format == "packed" and coded else state
+    result: dict[str, Any] = {"state": guarded, "param_groups": groups}
     for post in optimizer._optimizer_state_dict_post_hooks.values():
         changed = post(optimizer, result)
         result = result if changed is None else changed
     return result
 
 
-def _resharding(optimizer: "Optimizer") -> bool:
-    """Whether torch.distributed.checkpoint asks: what it saves, any number of processes may load.
+class PackedState(dict[Any, Any]):
+    """Packed state by the index of the parameter; saved as an OrderedDict.
 
-    It calls `state_dict()` without arguments, so only the stack tells.
+    torch.distributed.checkpoint (DCP) replaces the indices by names, to load the state on other processes. Codes of
+    whole tensors cannot be sharded, so names are refused.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        frame = frame.f_back
-    if frame is None:
-        return False
-    if getattr(frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
-        groups = optimizer.param_groups
-        if any(optimizer.storage_of(p, group).bits == 8 for group in groups for p in group["params"]):
-            raise ValueError(f"8-bit state saved in this way could not be loaded; {_UNFLATTENED}")
-    return True
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, str):
+            raise ValueError(
+                "torch.distributed.checkpoint cannot shard packed 8-bit state; call trimtab.optim."
+                "distributed_state_dict(model, optimizer) in place of get_optimizer_state_dict or get_state_dict, and "
+                "load_distributed_state_dict(model, optimizer, state) to load it"
+            )
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
@@ -123,7 +125,8 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
         state_dict = state_dict if changed is None else changed
     saved_groups = state_dict["param_groups"]
     _check_groups(optimizer, saved_groups, state_dict["state"])
-    state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+    known = {place for saved in saved_groups for place in saved["params"]}  # indices, or DCP's names
+    state = {key: x for key, x in state_dict["state"].items() if key not in known and not isinstance(key, int)}
     storages: dict[Tensor, Storage] = {}
     groups: list[dict[str, Any]] = []
     names = iter(optimizer.names)
@@ -256,7 +259,7 @@ def _read_codes(
 ) -> Entry:
     for moment in moments:
         if not isinstance(codes := entry[f"{moment}_codes"], Tensor):
-            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {_UNFLATTENED}")
+            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {UNFLATTENED}")
     if saved.get("packing") != PACKING:
         raise ValueError(
             f"the state dict holds 8-bit codes of packing {saved.get('packing', 1)}, this version reads packing "

@@ -12,56 +12,33 @@ Nothing in a step waits for the device.
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 
-from trimtab.ops import step_rules
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
-from trimtab.ops.step import DECAY, RULES, gradient_norms_unchecked, norms_unchecked, step_unchecked
+from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
+from trimtab.ops.step.rules import DECAY, independent_decay, trust_from_norms
+from trimtab.ops.step.storage import Batch, Storage, new_moment
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
-from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param
-from trimtab.optim.state import Storage, choose_storage, new_moment
+from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
+
+__all__ = ["Batch", "Optimizer", "Options"]
 
 Key = tuple[int, int, torch.device]  # of a batch: the group, the bits of its state, the device
 _FLOATS = set(FLOATS)
 RING = 100  # gradient norms that percentile clipping remembers
 
 
-@dataclass(eq=False)
-class Batch:
-    """Tensors of one group that are kept the same way: what one call of the kernel works on."""
-
-    group: dict[str, Any]
-    storage: Storage
-    owners: list[Tensor] = field(default_factory=list)  # the parameters themselves
-    where: list[int] = field(default_factory=list)  # their places among all parameters
-    params: list[Tensor] = field(default_factory=list)  # what this process holds of them, in memory order
-    grads: list[Tensor] = field(default_factory=list)
-    kept: list[dict[str, Any]] = field(default_factory=list)  # their states
-    counts: Tensor = field(init=False)  # the steps taken so far, of which every state holds its own as a view
-    steps: Tensor = field(init=False)  # the number of the step being taken, per tensor
-    grad_scale: Tensor | float = 1.0
-
-    def list_states(self, names: Iterable[str]) -> list[Tensor]:
-        """All of the first, then the next, each in memory order."""
-        found = [state[name] for name in names for state in self.kept]
-        return found if all(x.is_contiguous() for x in found) else [flat(x) for x in found]
-
-    def numels(self) -> Tensor:
-        """Of the whole tensors, not of the shards."""
-        return torch.tensor([p.numel() for p in self.owners], device=self.steps.device)
-
-
 class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]  # in trimtab.ops.step.RULES
+    default_format: checkpoint.Format | None = None  # of `state_dict()`; trimtab.optim.distributed sets it
     moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -108,10 +85,6 @@ class Optimizer(torch.optim.Optimizer):
         wanted = 3 if self.rule == "ademamix" else 2
         if "betas" in group and len(group["betas"]) != wanted:
             raise ValueError(f"{type(self).__name__} takes {wanted} betas, got {group['betas']}")
-
-    def decay_of(self, group: dict[str, Any]) -> float:
-        """The weight decay that `rows` deals with; an independent one is none of its business."""
-        return 0.0 if group["independent_decay"] else group["weight_decay"]
 
     def rule_of(self, group: dict[str, Any]) -> str:
         """The rule this group follows."""
@@ -167,6 +140,11 @@ class Optimizer(torch.optim.Optimizer):
             for i, group in enumerate(self.param_groups)
             for name in group.get("param_names", [f"group {i}, parameter {k}" for k in range(len(group["params"]))])
         ]
+
+    def has_8bit_state(self) -> bool:
+        """Whether any parameter has, or will have, 8-bit moments."""
+        groups = self.param_groups
+        return any(self.storage_of(p, group).bits == 8 for group in groups for p in group["params"])
 
     def storage_of(self, p: Tensor, group: dict[str, Any]) -> Storage:
         """How this parameter's moments are kept, or will be."""
@@ -225,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
                 key = (number, storage.bits, mine.device)  # block and codebook are the group's
                 batch = batches.get(key)
                 if batch is None:
-                    batch = batches[key] = Batch(group, storage)
+                    batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
                 batch.owners.append(p)
                 batch.where.append(where)
                 batch.params.append(mine)
@@ -244,7 +222,7 @@ class Optimizer(torch.optim.Optimizer):
         params, states, block, bits = batch.params, batch.kept, batch.storage.block, batch.storage.bits
         numels, devices = [p.numel() for p in params], [p.device for p in params]
         usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= _FLOATS
-        for name in self.states_of(batch.group):
+        for name in batch.names:
             found = [state.get(name if bits == 32 else f"{name}_codes") for state in states]
             kept = [x for x in found if x is not None]
             usual = (
@@ -259,7 +237,7 @@ class Optimizer(torch.optim.Optimizer):
                 scales = [state[f"{name}_absmax"] for state in states]
                 usual = [x.numel() for x in scales] == [count_blocks(numel, block) for numel in numels]
         if not usual:
-            first = next(iter(self.states_of(batch.group)), "")
+            first = next(iter(batch.names), "")
             for owner, mine, state in zip(batch.owners, params, states, strict=True):
                 if {first, f"{first}_codes"} & state.keys() == {f"{first}_codes" if bits == 32 else first}:
                     checkpoint.adopt(self, owner, batch.group, state)  # put there by hand, in the other format
@@ -355,46 +333,22 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"the hyper-parameters make numbers that are not finite, or too large for float32: {given}"
             )
-        if group["independent_decay"] and group["weight_decay"] != 0:
-            if group["lr_max"] is None:
-                raise ValueError("independent_decay was switched on without lr_max; set the group's lr_max too")
-            rows[:, DECAY] = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
+        independent = independent_decay(group)
+        if independent is not None:
+            rows[:, DECAY] = independent
         return rows
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
-        moments, group = self.states_of(batch.group), batch.group
+        group = batch.group
         careful = group["rounding"] != "nearest" and any(p.dtype != torch.float32 for p in batch.params)
-        if group["skip_zeros"] or careful or not moments:
-            if group["rounding"] == "kahan":
-                for p, state in zip(batch.owners, batch.kept, strict=True):
-                    if p.dtype != torch.float32 and "compensation" not in state:
-                        state["compensation"] = torch.zeros_like(local(p))
-            rule = self.rule_of(group)
-            step_in_chunks(
-                rule, batch.params, batch.grads, batch.kept, moments, batch.storage, rows, batch.steps, group
-            )
-            return
-        step_unchecked(*self.kernel_arguments(batch, rows))
-
-    def kernel_arguments(self, batch: Batch, rows: Tensor) -> tuple[Any, ...]:
-        """What the ops of trimtab.ops.step take."""
-        storage, books, rule = batch.storage, batch.storage.books(rows.device), self.rule_of(batch.group)
-        names = self.states_of(batch.group)
-        if storage.bits == 32:
-            states, absmax = batch.list_states(names), []
+        if group["skip_zeros"] or careful or not batch.names:
+            step_in_chunks(batch, rows)
         else:
-            states = batch.list_states([f"{name}_codes" for name in names])
-            absmax = batch.list_states([f"{name}_absmax" for name in names])
-        block = min(storage.block, max([1, *(p.numel() for p in batch.params)]))
-        return batch.params, batch.grads, states, absmax, rows, *books, rule, storage.code, block
-
-    def norms_of(self, batch: Batch, rows: Tensor) -> Tensor:
-        """The sums of p^2 and of (change of p)^2 that these rows would make."""
-        return norms_unchecked(*self.kernel_arguments(batch, rows))
+            step_unchecked(*batch.arguments(rows))
 
     def trust_of(self, sums: Tensor, group: dict[str, Any]) -> Tensor:
         """What scales each tensor's step to the size of its weights."""
-        trust = step_rules.trust_from_norms(sums, bound=group["max_unorm"])
+        trust = trust_from_norms(sums, bound=group["max_unorm"])
         # A non-finite gradient is skipped if that was asked for, and else spreads; it must not hide here.
         return torch.where(trust.isfinite(), trust, 1.0)
 
@@ -430,7 +384,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self, *, format: checkpoint.Format | None = None) -> dict[str, Any]:
         """`packed`: codes and scales, for an exact resume. `portable`: float32, for other optimizers and other shards.
 
-        Left out, it is packed, or portable if the parameters are sharded or torch.distributed.checkpoint asks for it.
+        The default is packed, or portable if parameters are sharded. For torch.distributed.checkpoint use
+        `trimtab.optim.distributed_state_dict`.
         """
         return checkpoint.save(self, format)
 

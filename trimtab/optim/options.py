@@ -4,7 +4,7 @@ Refuse, never ignore: an option that is not what it says would be found out only
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from trimtab.ops import backends
 from trimtab.ops.checks import FLOATS, check_block
 from trimtab.ops.sharding import is_dense, is_sharded, local
+from trimtab.ops.step.storage import CODINGS, Coding, Storage
 from trimtab.optim.groups import Keep
-from trimtab.optim.state import CODINGS, Coding
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
@@ -75,6 +75,21 @@ _LIMITS = (
     ("loss_scale", 1 / LARGEST, LARGEST),
 )
 _POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "t_alpha", "t_beta3")
+
+
+def choose_storage(numel: int, group: Mapping[str, Any], exempt: str | None) -> Storage:
+    """How to store a parameter's moments. `numel` is that of the whole parameter, so all processes choose the same."""
+    bits, why = 32, "bits=32"
+    if group["bits"] == 8:
+        if exempt is not None:
+            why = exempt
+        elif group["skip_zeros"]:  # the values of a block share a scale: none of them could stay exactly what it was
+            why = "skip_zeros"
+        elif numel < group["min_8bit_size"]:
+            why = f"smaller than min_8bit_size={group['min_8bit_size']}"
+        else:
+            bits, why = 8, "bits=8"
+    return Storage(bits, group["block"], group["codebook"], why)
 
 
 def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:

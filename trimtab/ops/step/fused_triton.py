@@ -38,7 +38,7 @@ from trimtab.ops.blockwise_triton import (
     tile_shape,
     to_unit,
 )
-from trimtab.ops.step import RULES, SCALARS
+from trimtab.ops.step.rules import RULES, SCALARS
 
 UNIT = 1024  # float32 state has no blocks; this many values of it stand for one
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
