@@ -214,7 +214,7 @@ def test_dtypes_and_alignments_may_be_mixed_in_one_call(bits: int) -> None:
     mixed = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16, torch.bfloat16, torch.float32]
     args = arguments("adamw", bits=bits, params=mixed, grads=mixed[1:] + mixed[:1], sizes=sizes)
     assert_identical(stepped(fused_triton.step, args), stepped(step.step_reference, args))
-    groups = list(fused_triton._groups(args[0], args[1]))
+    groups = list(fused_triton._groups(step.Arguments(*args)))
     assert sorted(i for group in groups for i in group.members) == list(range(len(sizes)))
 
 

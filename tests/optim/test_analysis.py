@@ -117,7 +117,7 @@ def test_what_cannot_be_analysed_is_refused():
     with pytest.raises(ValueError, match="no state yet"):
         optim.ErrorAnalysis().look(optim.AdamW([p]))
     for optimizer, message in (
-        (optim.AdamW([p], bits=8), "quantized already; look at one with bits=32"),
+        (optim.AdamW([p], bits=8), "already quantized; use one with bits=32"),
         (optim.SGD([p], momentum=0.9), "needs exp_avg and exp_avg_sq"),
         (torch.optim.Adagrad([p]), "needs exp_avg and exp_avg_sq"),
     ):

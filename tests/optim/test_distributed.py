@@ -473,7 +473,7 @@ def test_shards_are_not_saved_as_packed():
     model, optimizer = start_over("AdamW", {"bits": 8}, EVEN)
     take_steps(model, optimizer, range(1))
     with pytest.raises(
-        ValueError, match=r"packed codes belong to one way of cutting .* save sharded state as portable"
+        ValueError, match=r"packed codes are valid only for the blocks .* save sharded state as portable"
     ):
         optimizer.state_dict(format="packed")
 
@@ -544,7 +544,7 @@ def test_packed_state_is_loaded_as_plain_data(tmp_path):
     build("AdamW", model, bits=8).load_state_dict(loaded)
 
 
-# --- Tensors laid end to end
+# --- Concatenated tensors
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -552,14 +552,14 @@ def test_packed_state_is_loaded_as_plain_data(tmp_path):
 def test_fsdp1_is_refused(views):
     # With use_orig_params=True it hands out parameters with their names, but they are pieces all the same.
     model = FullyShardedDataParallel(Tensors(EVEN), device_id=torch.device("cpu"), use_orig_params=views)
-    with pytest.raises(ValueError, match=r"laid end to end \(FSDP1 or ZeRO\).* Use FSDP2"):
+    with pytest.raises(ValueError, match=r"concatenated tensors \(FSDP1 or ZeRO\).* Use FSDP2"):
         build("StableAdamW", model)
 
 
 def test_zero_is_refused():
     p = nn.Parameter(torch.zeros(4))
     p.ds_id = 0  # type: ignore[attr-defined]  # how DeepSpeed numbers what it cuts up
-    with pytest.raises(ValueError, match=r"laid end to end \(FSDP1 or ZeRO\).* Use FSDP2"):
+    with pytest.raises(ValueError, match=r"concatenated tensors \(FSDP1 or ZeRO\).* Use FSDP2"):
         optim.AdamW([p])
 
 

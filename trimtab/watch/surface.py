@@ -46,7 +46,7 @@ def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tu
 
 
 def _extras(optimizer: Any) -> dict[str, Any]:
-    return optimizer.extras_of(torch.empty(1, 1, device="meta"))
+    return dict(optimizer.extras_of(torch.empty(1, 1, device="meta")))
 
 
 def rows_of(optimizer: torch.optim.Optimizer, batch: Batch, sums: Tensor | None = None) -> Tensor:

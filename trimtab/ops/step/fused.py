@@ -12,6 +12,8 @@ One implementation serves every rule (rules.py), and 8-bit and 32-bit state. In 
 
 Twins: fused.cpp (CPU), fused_triton.py (GPU).
 """
+# mypy: disable-error-code="no-any-return"
+# (the ops of torch.library are untyped)
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -140,8 +142,7 @@ def gradient_ratios(
     )
     if not grads:
         return scalars.new_zeros(0)
-    result: Tensor = ratios_unchecked(a.grads, a.states, a.absmax, scalars, a.unsigned, code, a.block)
-    return result
+    return ratios_unchecked(a.grads, a.states, a.absmax, scalars, a.unsigned, code, a.block)
 
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
@@ -378,7 +379,7 @@ _RULE_CODES = {name: code for code, name in enumerate(table.RULES)}
 
 def _call_native(what: str, a: Arguments) -> list[float]:
     assert backends.native is not None
-    sums: list[float] = backends.native.step(
+    return backends.native.step(
         _RULE_CODES[a.rule],
         *(backends.addresses(tensors) for tensors in a[:4]),
         [p.numel() for p in a.params],
@@ -391,7 +392,6 @@ def _call_native(what: str, a: Arguments) -> list[float]:
         table.PASSES.index(what),
         torch.get_num_threads(),
     )
-    return sums
 
 
 def _dtype_codes(tensors: Sequence[Tensor]) -> list[int]:

@@ -32,7 +32,7 @@ Row = list[float]
 Moments = tuple[Tensor, ...]
 
 # Neutral: the gradient is not scaled, the parameter does not decay, and the averages keep nothing.
-_NEUTRAL: dict[str, Number] = dict.fromkeys(SCALARS, 0.0) | {"grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
+_NEUTRAL: dict[str, Number] = {**dict.fromkeys(SCALARS, 0.0), "grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
 
 
 # --- The equations, on one float32 tensor. `r` is its row. Every kernel does these operations in this order, each

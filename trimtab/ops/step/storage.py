@@ -7,6 +7,8 @@ The `codebook` defines the meaning of a byte: "quadratic" (quadratic.py) or a ta
 kernel computes the update for all of them. A `Batch` describes tensors whose moments are stored alike: the optimizers
 step them, and the signals of trimtab/watch read them, with one call of a kernel.
 """
+# mypy: disable-error-code="no-any-return"
+# (the ops of torch.library are untyped)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,17 +114,14 @@ class Batch:
 
     def norms(self, rows: Tensor) -> Tensor:
         """`step_norms`: the sums of p² and of (change of p)² that a step with these rows would make."""
-        sums: Tensor = norms_unchecked(*self.arguments(rows))
-        return sums
+        return norms_unchecked(*self.arguments(rows))
 
     def ratios(self, rows: Tensor) -> Tensor:
         """`gradient_ratios`, with the bias-corrected second moment."""
         states, absmax = self._states(self.names[-1:])
         _, book = self.storage.books(rows.device)
-        sums: Tensor = ratios_unchecked(
-            self.grads, states, absmax, rules.debiased(rows), book, self.storage.code, self.block
-        )
-        return sums
+        debiased = rules.debiased(rows)
+        return ratios_unchecked(self.grads, states, absmax, debiased, book, self.storage.code, self.block)
 
     def _states(self, names: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
         """States and absmax: all of the first moment, then the next, each in memory order."""
