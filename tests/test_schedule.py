@@ -234,7 +234,7 @@ def test_beta2_is_the_optimizers_own():
     assert Beta2(power=0.5).at(1) == 0
     assert Beta2(power=0.5).at(100) == pytest.approx(0.9)
     steps = torch.tensor([1.0, 7.0, 1000.0])
-    beta2, _ = step_rules._second(0.99, steps, 0.65)
+    beta2 = step_rules.adam_averages((0.9, 0.99), steps, 0.65)["beta2"]
     torch.testing.assert_close(beta2, torch.tensor([Beta2(power=0.65).at(t) for t in (1, 7, 1000)]))
 
 

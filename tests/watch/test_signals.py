@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.conftest import seed
 from trimtab import optim
-from trimtab.ops.quadratic import decode_moments
+from trimtab.ops.step.quadratic import decode_moments
 from trimtab.watch import Watch
 
 SHAPES = {"matrix": (80, 96), "vector": (33,), "image": (4, 3, 5, 5), "scalar": ()}

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from trimtab.nn.tap import WRAPPERS
 from trimtab.ops.sharding import add_up_shards, local
-from trimtab.ops.step import EPS, GRAD_SCALE, gradient_norms_unchecked, norms_unchecked, ratios_unchecked
-from trimtab.ops.step_rules import debiased, rms_from_ratios
+from trimtab.ops.step import gradient_norms_unchecked
+from trimtab.ops.step.rules import EPS, GRAD_SCALE, rms_from_ratios
+from trimtab.ops.step.storage import Batch
 from trimtab.watch.processes import Together
-from trimtab.watch.surface import Batch, collect, moments_of, rows_of
+from trimtab.watch.surface import FLOAT32, collect, moments_of, rows_of
 
 SAMPLE = 4096
 PRESENT, GRAD, PARAM, RATIO, UPDATE, EPS_USED = range(6)  # the columns of a tensor's row of sums
@@ -58,7 +59,7 @@ def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def has_second_moment(optimizer: torch.optim.Optimizer) -> bool:
     """As far as one can tell before the first step."""
     found = [moments_of(optimizer, group) for group in optimizer.param_groups]
-    return any(Batch({}, rule, names, False).second for rule, names in found)
+    return any(Batch({}, FLOAT32, rule, names).second for rule, names in found)
 
 
 class Signals:
@@ -95,7 +96,7 @@ class Signals:
             rows = rows_of(self.optimizer, batch)
             self.sums[where, GRAD] = squares * rows[:, GRAD_SCALE].double().to(self.sums.device) ** 2
             self.sums[where, EPS_USED] = rows[:, EPS].double().to(self.sums.device)
-            self.sums[where, RATIO] = _ratios(batch, rows).double().to(self.sums.device)
+            self.sums[where, RATIO] = batch.ratios(rows).double().to(self.sums.device)
 
     def _try(self, run: Callable[[], None]) -> None:
         """An error here must not leave the other processes waiting in the next collective."""
@@ -147,25 +148,12 @@ class Signals:
         if "clip_threshold" in batch.group:  # StableAdamW shortens its step by RMS_t
             sums = self.sums[self._index(batch), RATIO : RATIO + 1].to(batch.steps.device)
         elif "max_unorm" in batch.group:  # LAMB and LARS scale theirs to the weights
-            first = _norms(batch, rows_of(self.optimizer, batch))
-            sums = add_up_shards(batch.owners, first)
-        return _norms(batch, rows_of(self.optimizer, batch, sums))
+            first: Tensor = self.optimizer.rows(batch, None)  # type: ignore[attr-defined]
+            sums = add_up_shards(batch.owners, batch.norms(first))
+        return batch.norms(rows_of(self.optimizer, batch, sums))
 
     def _index(self, batch: Batch) -> Tensor:
         return torch.tensor(batch.where, device=self.sums.device)
-
-
-def _ratios(batch: Batch, rows: Tensor) -> Tensor:
-    assert batch.second is not None
-    states, absmax = batch.moments(batch.second)
-    return ratios_unchecked(batch.grads, states, absmax, debiased(rows), batch.books()[1], batch.code, batch.block)
-
-
-def _norms(batch: Batch, rows: Tensor) -> Tensor:
-    states, absmax = batch.moments(*batch.names)
-    return norms_unchecked(
-        batch.params, batch.grads, states, absmax, rows, *batch.books(), batch.rule, batch.code, batch.block
-    )
 
 
 def to_record(plan: Plan, sums: Tensor) -> dict[str, dict[str, float]]:

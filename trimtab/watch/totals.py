@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
-from trimtab.ops.quadratic import decode_moments, encode_moments
 from trimtab.ops.sharding import add_up_shards
-from trimtab.ops.step import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
+from trimtab.ops.step.rules import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
+from trimtab.ops.step.storage import Batch, decode_flat, encode_flat
 from trimtab.watch.processes import Together
 from trimtab.watch.signals import Plan, add_norms
-from trimtab.watch.surface import Batch, collect, rows_of
+from trimtab.watch.surface import collect, rows_of
 
 STRETCH = 1 << 17
 SAMPLED_BLOCKS = 16  # per tensor and look; the next look takes the next ones
@@ -105,17 +104,11 @@ def _stretches(batch: Batch, i: int) -> Iterator[tuple[Tensor, Tensor | None, Te
 
 def _decode(batch: Batch, i: int, start: int, stop: int) -> dict[str, Tensor]:
     kept, block = batch.kept[i], batch.block
-    if not batch.coded:
+    if batch.storage.bits == 32:
         return {name: kept[name].view(-1)[start:stop] for name in batch.names}
-    first, last = start // block, -(-stop // block)
     codes = [kept[f"{name}_codes"].view(-1)[start:stop] for name in batch.names]
-    absmax = [kept[f"{name}_absmax"][first:last] for name in batch.names]
-    signed = [name != batch.second for name in batch.names]
-    if batch.code == "quadratic":
-        decoded = decode_moments(codes, absmax, signed, block)
-    else:
-        books = [batch.books()[0 if is_signed else 1] for is_signed in signed]
-        decoded = [dequantize_blockwise(c, a, b, block=block) for c, a, b in zip(codes, absmax, books, strict=True)]
+    absmax = [kept[f"{name}_absmax"][start // block : -(-stop // block)] for name in batch.names]
+    decoded = decode_flat(codes, absmax, [name != batch.second for name in batch.names], batch.storage)
     return dict(zip(batch.names, decoded, strict=True))
 
 
@@ -131,7 +124,7 @@ def measure_state_error(
     sums = torch.zeros(len(plan.names), 2, dtype=torch.float64, device=together.device)
     try:
         for batch in collect(optimizer, plan.places):
-            if not batch.coded or batch.second is None or "exp_avg" not in batch.names:
+            if batch.storage.bits == 32 or batch.second is None or "exp_avg" not in batch.names:
                 continue
             rows = rows_of(optimizer, batch)
             for i, place in enumerate(batch.where):
@@ -149,18 +142,7 @@ def _state_error(batch: Batch, i: int, row: Tensor, start: int, stop: int) -> Te
     g = batch.grads[i].view(-1)[start:stop].float() * row[GRAD_SCALE]
     m = row[BETA1] * old["exp_avg"] + row[GAIN1] * g
     v = row[BETA2] * old[str(batch.second)] + row[GAIN2] * g.square()
-    m8, v8 = _store(batch, m, v)
+    stored = encode_flat([m, v], [True, False], batch.storage, step=1)
+    m8, v8 = decode_flat([c for c, _ in stored], [a for _, a in stored], [True, False], batch.storage)
     u, u8 = (a / (b.sqrt() * row[DEBIAS] + row[EPS]) for a, b in ((m, v), (m8, v8)))
     return torch.stack([(u8 - u).double().square().sum(), u.double().square().sum()])
-
-
-def _store(batch: Batch, m: Tensor, v: Tensor) -> list[Tensor]:
-    """Through the 8-bit code and back."""
-    block = batch.block
-    if batch.code == "quadratic":
-        stored = encode_moments([m, v], [True, False], block, step=1)
-        return decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], block)
-    return [
-        dequantize_blockwise(*quantize_blockwise(x, book, block=block), book, block=block)
-        for x, book in zip((m, v), batch.books(), strict=True)
-    ]
