@@ -142,8 +142,8 @@ PARTS = [
     (module.Signals, "measure_samples"),
     (module.Signals, "_gradients"),
     (module.Signals, "_updates"),
-    (module.Ear, "_note"),
-    (module.Detector, "see_tensors"),
+    (module.LayerRecorder, "_record"),
+    (module.Detector, "check_tensors"),
     (module.totals_of, "measure_totals"),
     (module.totals_of, "_state_error"),
 ]

@@ -67,7 +67,7 @@ class QuantizedProduct(torch.autograd.Function):
         g = g.reshape(-1, shape[-1]).contiguous()
         codes, kept = (saved[: ctx.count], saved[ctx.count :]) if wants_x else ((), saved)
         if ctx.rounding is not None:
-            ctx.rounding.see("grad", g, ctx.kind.round_grad(g), "grad" in ctx.kind.by_row)
+            ctx.rounding.add("grad", g, ctx.kind.round_grad(g), "grad" in ctx.kind.by_row)
         # The products say themselves in which precision they run.
         with torch.autocast(g.device.type, enabled=False):
             dx = ctx.kind.grad_input(g, codes) if wants_x else None
@@ -121,8 +121,8 @@ class _Quantized(nn.Module):
         _check_not_transformed(w)
         if self.rounding is not None:
             by_row, rows = self.products.by_row, x.detach().reshape(-1, self.in_features).contiguous()
-            self.rounding.see("input", rows, self.products.round_input(rows), "input" in by_row)
-            self.rounding.see("weight", w, self.products.round_weight(w.detach().contiguous()), "weight" in by_row)
+            self.rounding.add("input", rows, self.products.round_input(rows), "input" in by_row)
+            self.rounding.add("weight", w, self.products.round_weight(w.detach().contiguous()), "weight" in by_row)
         with torch.autocast(x.device.type, enabled=False):
             return QuantizedProduct.apply(x, w, bias, self.products, self.rounding, *self._weight_codes())
 

@@ -36,7 +36,7 @@ class Rounding:
     sums: dict[Operand, _Sums] = field(default_factory=dict)
 
     @torch.no_grad()
-    def see(self, operand: Operand, x: Tensor, rounded: Tensor, by_row: bool) -> None:
+    def add(self, operand: Operand, x: Tensor, rounded: Tensor, by_row: bool) -> None:
         x, rounded = x.detach().float(), rounded.float()
         sums = self.sums.setdefault(operand, _Sums())
         sums.error = sums.error + (rounded - x).double().square().sum()
