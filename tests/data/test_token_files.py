@@ -114,7 +114,7 @@ def test_tokens_that_do_not_fit_are_refused(nano, tmp_path):
 def test_broken_files_are_refused(tmp_path):
     write_files(tmp_path, {"odd.bin": b"abc", "empty.bin": b"", "alone/train.bin": b"ab"})
     for name, message in {
-        "odd.bin": "has 3 bytes, not a whole number of uint16 tokens",
+        "odd.bin": r"has 3 bytes, not a multiple of 2 \(uint16\)",
         "empty.bin": "is empty; a token file is raw uint16",
         "alone": r"has train\.bin but no val\.bin",
     }.items():

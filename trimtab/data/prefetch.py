@@ -1,10 +1,10 @@
-"""Prepare batches ahead in a thread, so that the step finds its data ready.
+"""Prepare batches ahead in a thread.
 
     thread:   next -> [batch, state after it] -> queue (depth) -> next -> ...
-    caller:   next() takes the oldest; state() is that of the batch it took last
+    caller:   next() returns the oldest; state() is the state after the batch returned last
 
-How large the next batch will be is the caller's secret: the thread assumes the size of the last one. When that is
-wrong, as at a step of batch-size warm-up, what was prepared is dropped and the source goes back to where the caller is.
+The thread assumes that the next batch has the size of the last one. If not, as during batch-size warm-up, prepared
+batches are dropped and the source returns to the caller's position.
 """
 
 import threading
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 
 class Batches(Protocol):
-    """What can be prefetched: `TextBatches`, `PairBatches`, or anything with a position."""
+    """A source that can be prefetched, such as `TextBatches` and `PairBatches`."""
 
     def next(self, batch: int) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
@@ -23,15 +23,15 @@ class Batches(Protocol):
 
 
 class Prefetcher:
-    """The same batches in the same order, prepared `depth` ahead. From now on the source belongs to the thread.
+    """The same batches in the same order, prepared `depth` ahead. Do not use the source until `close`.
 
     Args:
-        depth: batches kept ready; two cover a step that is shorter than the one before.
-        batch: size of the first batch, to prepare it before it is asked for.
+        depth: number of batches kept ready.
+        batch: size of the first batch, to prepare it before the first `next`.
 
     Attributes:
-        waited_s: seconds the caller has waited in `next`.
-        dropped: batches prepared in the wrong size.
+        waited_s: seconds that the caller has waited in `next`.
+        dropped: number of batches prepared in the wrong size.
     """
 
     def __init__(self, batches: Batches, depth: int = 2, *, batch: int | None = None) -> None:
@@ -48,18 +48,17 @@ class Prefetcher:
         self._thread.start()
 
     def next(self, batch: int) -> dict[str, Any]:
-        """The next batch; raises what the source raised for it."""
+        """The next batch. Raises the source's exception for this batch; calling again retries it."""
         begun = time.perf_counter()
         with self._changed:
             if self._closed:
-                raise ValueError("this prefetcher is closed; make a new one to go on")
+                raise ValueError("this prefetcher is closed; create a new one")
             if batch != self._size:
                 self._rewind(self._state, batch)
             self._changed.wait_for(lambda: self._ready or self._error is not None)
             if not self._ready:
                 error, self._error = self._error, None
                 assert error is not None
-                # Whoever catches this may ask again, from the same place.
                 self._rewind(self._state, None)
                 raise error
             prepared, self._state = self._ready.popleft()
@@ -68,17 +67,17 @@ class Prefetcher:
         return prepared
 
     def state(self) -> dict[str, Any]:
-        """The position of the caller, whatever has been prepared."""
+        """The position of the caller, not of the prepared batches."""
         return dict(self._state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position."""
+        """Continue from a saved position."""
         with self._changed:
             self._rewind(state, self._size)
             self._state = dict(state)
 
     def close(self) -> None:
-        """Stop the thread and leave the source at the caller's position. Closing twice is closing once."""
+        """Stop the thread and put the source at the caller's position. Closing again has no effect."""
         with self._changed:
             if self._closed:
                 return
@@ -94,7 +93,7 @@ class Prefetcher:
         self.close()
 
     def _rewind(self, state: dict[str, Any], size: int | None) -> None:
-        """Drop what is prepared and put the source at a state. The lock is held, and the thread must be idle."""
+        """Drop prepared batches and load a state into the source. The caller holds the lock."""
         self._size = None
         self._changed.wait_for(lambda: not self._busy)
         self.dropped += len(self._ready)
@@ -116,7 +115,7 @@ class Prefetcher:
             item, error = None, None
             try:
                 item = self.batches.next(size), self.batches.state()
-            except BaseException as raised:  # everything is the caller's to see, a KeyboardInterrupt too
+            except BaseException as raised:  # raised again in the caller, also KeyboardInterrupt
                 error = raised
             with self._changed:
                 self._busy = False
