@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn import tap as module
-from trimtab.nn.tap import listen, tap, wanted
+from trimtab.nn.tap import has_listener, listen, tap
 
 
 class Leaf(nn.Module):
@@ -25,7 +25,7 @@ class Leaf(nn.Module):
         x = tap(x * 2, "double")
         if self.fails:
             raise RuntimeError("leaf fell")
-        self.asked.append(wanted("rare"))
+        self.asked.append(has_listener("rare"))
         return x
 
 
@@ -118,7 +118,7 @@ def test_a_silent_model_does_no_more_than_one_test(monkeypatch):
     monkeypatch.setattr(module, "_somebody_wants", forbidden)
     x = torch.ones(3)
     assert tap(x, "x") is x
-    assert wanted("x") is False
+    assert has_listener("x") is False
     Tree()(x)
 
 
