@@ -114,8 +114,8 @@ def test_a_silent_model_does_no_more_than_one_test(monkeypatch):
     def forbidden(*_: object) -> None:
         raise AssertionError("somebody looked further")
 
-    monkeypatch.setattr(module, "_tell", forbidden)
-    monkeypatch.setattr(module, "_somebody_wants", forbidden)
+    monkeypatch.setattr(module, "_call_handlers", forbidden)
+    monkeypatch.setattr(module, "_any_listener", forbidden)
     x = torch.ones(3)
     assert tap(x, "x") is x
     assert has_listener("x") is False

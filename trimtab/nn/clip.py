@@ -14,7 +14,7 @@ tower, which decrease with the depth; open_clip's image tower uses PyTorch's def
 # B batch, C channels, S image size, N patches (and the class token), T text length, D width, E width of the features
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least
+from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least, check_splits
 from trimtab.nn.contrastive import ContrastiveLoss, Gather, contrastive_loss
 from trimtab.nn.init import init_linear
 from trimtab.nn.loss import check_indices
@@ -54,18 +54,8 @@ class CLIPConfig(BlockConfig):
         check_at_least(self, 0, "text_depth")
         check_at_least(self, 1, "text_width", "text_heads", "embed", "patch", "image_size", "channels")
         check_at_least(self, 2, "vocab", "context")
-        if self.text_width % self.text_heads:
-            nearest = max(round(self.text_width / self.text_heads), 1) * self.text_heads
-            raise ConfigError(
-                f"text_width={self.text_width} does not split into text_heads={self.text_heads}; "
-                f"try text_width={nearest}"
-            )
-        if self.image_size % self.patch:
-            nearest = max(round(self.image_size / self.patch), 1) * self.patch
-            raise ConfigError(
-                f"image_size={self.image_size} does not split into patches of patch={self.patch}; "
-                f"try image_size={nearest}"
-            )
+        check_splits(self, "text_width", "text_heads")
+        check_splits(self, "image_size", "patch", "patches of ")
         if not 0 <= self.patch_dropout < 1:
             raise ConfigError(f"patch_dropout={self.patch_dropout} is not in [0, 1); try patch_dropout=0.5")
 
@@ -75,8 +65,7 @@ class CLIPConfig(BlockConfig):
 
     @property
     def image_tower(self) -> TransformerConfig:
-        shared = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
-        return TransformerConfig(**shared, causal=False, rope=False)
+        return self.transformer_config(causal=False, rope=False)
 
     @property
     def text_tower(self) -> TransformerConfig:

@@ -46,9 +46,7 @@ class BlockConfig:
         check_at_least(self, 0, "depth")
         check_at_least(self, 1, "width", "heads", "mlp_ratio")
         check_positive(self, "norm_eps", "kappa")
-        if self.width % self.heads:
-            nearest = max(round(self.width / self.heads), 1) * self.heads
-            raise ConfigError(f"width={self.width} does not split into heads={self.heads}; try width={nearest}")
+        check_splits(self, "width", "heads")
         if self.kappa is not None and self.qk_norm != "off":
             raise ConfigError(
                 f"kappa={self.kappa} sets the size of queries and keys, and so does qk_norm={self.qk_norm!r}; "
@@ -58,6 +56,10 @@ class BlockConfig:
     @property
     def head_width(self) -> int:
         return self.width // self.heads
+
+    def transformer_config(self, **changes: Any) -> "TransformerConfig":
+        """The config of the blocks alone, with some fields changed or added."""
+        return TransformerConfig(**{field.name: getattr(self, field.name) for field in fields(BlockConfig)} | changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,13 @@ def check_at_least(config: Any, least: int, *names: str) -> None:
     for name in names:
         if getattr(config, name) < least:
             raise ConfigError(f"{name}={getattr(config, name)} is too small; try {name}={least}")
+
+
+def check_splits(config: Any, whole: str, part: str, words: str = "") -> None:
+    total, count = getattr(config, whole), getattr(config, part)
+    if total % count:
+        nearest = max(round(total / count), 1) * count
+        raise ConfigError(f"{whole}={total} does not split into {words}{part}={count}; try {whole}={nearest}")
 
 
 def check_positive(config: Any, *names: str) -> None:

@@ -17,7 +17,7 @@ Wortsman et al. 2023b (Small-scale proxies), section 2 for the model, 3.2 and ap
 # B batch, T time, D width, V vocabulary
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -77,10 +77,8 @@ class GPTConfig(BlockConfig):
     @property
     def transformer(self) -> TransformerConfig:
         """The config of the blocks. Full muParam also changes the attention scale and the initialisation."""
-        shared = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
-        if self.mup == "full":
-            shared |= {"attention_scale": "linear", "zero_queries": True}
-        return TransformerConfig(**shared, causal=True, rope=self.positions == "rope")
+        full = {"attention_scale": "linear", "zero_queries": True} if self.mup == "full" else {}
+        return self.transformer_config(causal=True, rope=self.positions == "rope", **full)
 
 
 class GPT(nn.Module):

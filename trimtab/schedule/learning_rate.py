@@ -75,12 +75,7 @@ class LearningRate:
         return (step if self.warmup_unit == "steps" else tokens) >= self.warmup
 
     def at(
-        self,
-        peak: float,
-        step: int,
-        tokens: int,
-        warmup_tokens: int | None = None,
-        warmup_steps: int | None = None,
+        self, peak: float, step: int, tokens: int, warmup_tokens: int | None = None, warmup_steps: int | None = None
     ) -> float:
         """The learning rate of step `step`, before which `tokens` tokens were consumed.
 
