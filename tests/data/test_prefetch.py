@@ -141,7 +141,7 @@ def test_closing_ends_the_thread_and_gives_the_source_back():
     source = Slow()
     ahead = Prefetcher(source, depth=3, batch=1)
     assert ahead.next(1)["number"] == 1
-    thread = next(thread for thread in threading.enumerate() if thread.name == "trimtab-prefetch")
+    thread = next(thread for thread in threading.enumerate() if thread.name.startswith("trimtab-prefetch"))
     ahead.close()
     ahead.close()
     assert not thread.is_alive()

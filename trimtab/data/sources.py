@@ -150,21 +150,18 @@ def _inspect(path: Path) -> tuple[str, str]:
     """Return the sha256, and why the file is not text ("" if it is)."""
     digest, decoder, wrong = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
     with open(path, "rb") as file:
-        while chunk := file.read(PIECE):
+        last = False
+        while not last:
+            chunk = file.read(PIECE)
+            last = not chunk
             digest.update(chunk)
-            if not wrong:
-                wrong = _find_wrong(decoder, chunk, False)
-    return digest.hexdigest(), wrong or _find_wrong(decoder, b"", True)
-
-
-def _find_wrong(decoder: codecs.IncrementalDecoder, chunk: bytes, final: bool) -> str:
-    if b"\0" in chunk:
-        return "has a zero byte"
-    try:
-        decoder.decode(chunk, final)
-    except UnicodeDecodeError as error:
-        return error.reason
-    return ""
+            try:
+                wrong = wrong or ("has a zero byte" if b"\0" in chunk else "")
+                if not wrong:
+                    decoder.decode(chunk, final=last)
+            except UnicodeDecodeError as error:
+                wrong = error.reason
+    return digest.hexdigest(), wrong
 
 
 def _split(files: list[TextFile]) -> dict[str, list[TextFile]]:
