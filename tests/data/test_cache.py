@@ -1,4 +1,4 @@
-"""The cache holds whole folders only, whoever is killed, whoever comes second, whatever the disk does."""
+"""The cache holds complete folders only, after kills, with concurrent processes, and with a full disk."""
 
 import errno
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Opening text: nothing lost, split by hash, known by its sha256, refused in one line."""
+"""Corpora: lossless, split by hash, identified by sha256, refused with one line."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""The permutation of an epoch: each place once, another one per epoch and seed, the same for ever."""
+"""The permutation of an epoch: each place once, different per epoch and seed, the same on every machine."""
 
 import numpy as np
 import pytest

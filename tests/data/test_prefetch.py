@@ -1,4 +1,4 @@
-"""The prefetcher changes when batches are made, never which: same order, same positions, same errors."""
+"""The prefetcher gives the batches, positions and errors of its source, in the same order."""
 
 import threading
 import time

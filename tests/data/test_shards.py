@@ -1,4 +1,4 @@
-"""Tar shards: what is written is read, others' are understood, and broken ones are refused."""
+"""Tar shards: reading returns what was written; broken shards are refused."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""nanoGPT's token files open as they are, in both directions."""
+"""nanoGPT's token files can be read, and nanoGPT can read ours."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def test_a_single_file_gives_its_last_tenth(tmp_path):
     assert (corpus.vocab, corpus.end) == (95, None)
 
 
-def test_what_a_reading_of_everything_told_is_remembered(nano, tmp_path, monkeypatch):
+def test_the_results_of_a_full_read_are_cached(nano, tmp_path, monkeypatch):
     first = open_corpus(nano, cache=tmp_path / "cache")
     with monkeypatch.context() as patch:
         patch.setattr(token_files_module, "hash_file", None)  # calling it would fail

@@ -1,4 +1,4 @@
-"""Tokenizers give every text back, know their end, and say what is missing."""
+"""Tokenizers are lossless, have an end token, and refuse wrong input."""
 
 import json
 import sys

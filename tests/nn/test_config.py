@@ -1,4 +1,4 @@
-"""A config either builds a model that runs, or is refused with its field, its value and a value that would work."""
+"""A config builds a model that runs, or is refused with its field, its value and a value that would work."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The contrastive loss is InfoNCE both ways, and over several processes it is that of one with the whole batch."""
+"""The contrastive loss is InfoNCE in both directions; several processes equal one with the whole batch."""
 
 import math
 

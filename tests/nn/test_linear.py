@@ -413,7 +413,7 @@ def test_codes_never_go_stale(write, frozen):
     module(x).square().sum().backward()
     if frozen:
         if write == "one value through .data":
-            pytest.skip("the one write that a frozen layer may miss, as its docstring says")
+            pytest.skip("the one write that a frozen layer may miss, as documented in its docstring")
         module.eval().freeze()
         module.weight.requires_grad_(False)
     before = module(x)

@@ -1,4 +1,4 @@
-"""Sequence length warmup: the lengths are the published ones, and a cut batch is the batch, shorter."""
+"""Sequence length warmup: lengths equal the published ones; cut batches stay aligned."""
 
 import copy
 import json

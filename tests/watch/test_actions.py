@@ -1,4 +1,4 @@
-"""Actions do what they say for as long as they say, and leave a line in the log."""
+"""Every action has its documented effect and duration, and is reported."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""On two processes, DDP and FSDP2, the signals are those of one process with the whole batch, and nobody acts alone."""
+"""With two processes (DDP, FSDP2) signals equal those of one process with the whole batch; actions are common."""
 
 import math
 from typing import Any

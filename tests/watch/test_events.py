@@ -1,4 +1,4 @@
-"""The rules of the alarms: what sets them off, what does not, and that windows survive a resume."""
+"""The alarm rules: what raises an alarm and what does not; windows continue after a resume."""
 
 import json
 import math
