@@ -154,8 +154,8 @@ def test_what_a_watcher_may_do_cannot_change_in_mid_run_but_how_often_it_looks_c
     [
         ({"every": -1}, "watch.every=-1 is too small; try watch.every=0"),
         ({"record_every": 0}, "watch.record_every=0"),
-        ({"skip": ("loss spike",)}, "watch.skip cannot be set off by 'loss spike'"),
-        ({"roll_back": ("nan",)}, "watch.roll_back cannot be set off by 'nan'"),
+        ({"skip": ("loss spike",)}, "watch.skip cannot be started by alarm 'loss spike'"),
+        ({"roll_back": ("nan",)}, "watch.roll_back cannot be started by alarm 'nan'"),
     ],
 )
 def test_bad_settings_are_refused(bad, words):

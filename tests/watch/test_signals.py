@@ -1,4 +1,4 @@
-"""Signals are those of their definitions, in float64, for every optimizer and every way a state is kept."""
+"""Signals equal their definitions in float64, for every optimizer and every storage of its state."""
 
 from typing import Any
 
