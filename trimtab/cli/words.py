@@ -173,27 +173,13 @@ def override(config: Any, words: list[str], prog: str) -> Any:
 
     _check_options(words, list(options_of(config)))
     plain = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-    return guarded(lambda: _tyro(type(config), _followed(config, words), prog, default=config, config=plain))
+    return guarded(lambda: _tyro(type(config), words, prog, default=config, config=plain))
 
 
 def options_of(config: Any, prefix: str = "--") -> Iterator[str]:
     for item in dataclasses.fields(config):
         value, name = getattr(config, item.name), prefix + item.name.replace("_", "-")
         yield from options_of(value, f"{name}.") if dataclasses.is_dataclass(value) else [name]
-
-
-def _followed(config: Any, words: list[str]) -> list[str]:
-    """Where batch or context are given, the schedule that ends there goes with them, unless it is given too."""
-    batch, seqlen = config.schedule.batch, config.schedule.seqlen
-    new, _ = take(words, "--batch")
-    if new is not None and batch.start == batch.end and not any(word.startswith("--schedule.batch") for word in words):
-        words = [*words, "--schedule.batch.start", new, "--schedule.batch.end", new]
-    new, _ = take(words, "--model.context")
-    if new is not None and not any(word.startswith("--schedule.seqlen.end") for word in words):
-        words = [*words, "--schedule.seqlen.end", new]
-        if seqlen.start == seqlen.end and not any(word.startswith("--schedule.seqlen.start") for word in words):
-            words = [*words, "--schedule.seqlen.start", new]
-    return words
 
 
 def free_folder(parent: Path, name: str) -> Path:
