@@ -10,21 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.analysis import thresholds as limits
 from trimtab.analysis.one_run import FirstSpike, LeadTime, first_above, first_spikes, lead_times, losses_of, rules_for
 from trimtab.analysis.spikes import SpikeRules
-from trimtab.analysis.thresholds import (
-    CRITICAL_LOGIT,
-    ENDS_ABOVE,
-    LEAST_SPIKE,
-    LOGIT_GROWTH,
-    LOGIT_LEAST,
-    LOGZ_DRIFT,
-    NEAR_EPS,
-)
 from trimtab.runs import Event, EventKind, Run, read_run
 from trimtab.runs.reader import Floats
 
-EPS_SHARE = 1 / (1 + NEAR_EPS)  # of the update that eps takes where the gradient is NEAR_EPS times eps
+EPS_SHARE = 1 / (1 + limits.NEAR_EPS)  # of the update that eps takes where the gradient is NEAR_EPS times eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +127,7 @@ def find_divergence(run: Run, rules: SpikeRules) -> Divergence | None:
     medians = np.array([np.median(losses[piece]) for piece in pieces])
     noise = float(np.median([np.std(losses[piece]) for piece in pieces]))
     best, last = float(medians.min()), float(medians[-1])
-    if not (last > ENDS_ABOVE * best and last - best > 2 * noise):
+    if not (last > limits.ENDS_ABOVE * best and last - best > 2 * noise):
         return None
     near = np.flatnonzero(medians <= best + 0.1 * (last - best))[-1]  # where it was last about as good
     since = int(steps[pieces[near][-1]])
@@ -146,7 +138,7 @@ def find_divergence(run: Run, rules: SpikeRules) -> Divergence | None:
 
 def find_loss_spikes(run: Run, rules: SpikeRules) -> LossSpikes | None:
     every = first_spikes(run, rules)
-    spikes = [spike for spike in every if spike.size >= LEAST_SPIKE]
+    spikes = [spike for spike in every if spike.size >= limits.LEAST_SPIKE]
     if not spikes:
         return None
     worst = max(spikes, key=lambda spike: spike.size)
@@ -170,7 +162,8 @@ def find_logit_growth(run: Run, _: SpikeRules) -> LogitGrowth | None:
     entropies = run.signals.layers("entropy")  # output logits have no entropy
     for layer, values in run.signals.layers("logit_max").items():
         early = _median(values[np.isfinite(values)][: max(1, len(values) // 10)])
-        high = np.isfinite(values) & ((values >= CRITICAL_LOGIT) | (values >= max(LOGIT_GROWTH * early, LOGIT_LEAST)))
+        limit = min(limits.CRITICAL_LOGIT, max(limits.LOGIT_GROWTH * early, limits.LOGIT_LEAST))
+        high = np.isfinite(values) & (values >= limit)
         if layer in entropies and high.any():
             grown.append((int(steps[high.argmax()]), layer, early, float(np.nanmax(values))))
     if not grown:
@@ -189,9 +182,9 @@ def find_logz_drift(run: Run, _: SpikeRules) -> LogzDrift | None:
         return None
     tenth = len(values) // 10
     early, late = _median(values[:tenth]), _median(values[-tenth:])
-    if abs(late) - abs(early) <= LOGZ_DRIFT:
+    if abs(late) - abs(early) <= limits.LOGZ_DRIFT:
         return None
-    step = int(steps[(np.abs(values) - abs(early) > LOGZ_DRIFT).argmax()])
+    step = int(steps[(np.abs(values) - abs(early) > limits.LOGZ_DRIFT).argmax()])
     return LogzDrift(step=step, where="output logits", early=early, late=late, rises=_loss_rises(run, step))
 
 

@@ -60,7 +60,7 @@ class View:
         return self._params.get(size, math.inf)
 
     def curve(self, result: Result) -> Curve | None:
-        return self._curves.get((result.study, result.arm, result.size))
+        return self._curves.get(result.key)
 
     def curves(self, panel: Panel) -> list[Curve]:
         """The curves of an arm, the smallest size first."""
