@@ -26,9 +26,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotFinite(Problem):
-    """A loss, a gradient or an alarm that is NaN or infinite."""
-
+class NotFinite(Problem):  # a loss, a gradient or an alarm
     bad_losses: list[int]  # steps
     bad_tensors: tuple[int, list[str]] | None  # the first step with such gradients, and their tensors
     alarm: Event | None
@@ -37,9 +35,7 @@ class NotFinite(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(Problem):
-    """The loss ends far above its best."""
-
+class Divergence(Problem):  # the loss ends far above its best
     best: float  # median loss of the best piece of the run
     last: float
     noise: float  # standard deviation within a piece
@@ -58,27 +54,21 @@ class LossSpikes(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitGrowth(Problem):
-    """Attention logits that grow."""
-
+class LogitGrowth(Problem):  # of attention
     layers: list[tuple[int, str, float, float]]  # step, layer, early value, largest value
     entropy: tuple[float, float] | None  # attention entropy of the first layer, at the first and the last step
     rises: int | None  # step at which the loss is 1.5 times its best
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogzDrift(Problem):
-    """Output logits that drift."""
-
+class LogzDrift(Problem):  # of the output logits
     early: float
     late: float
     rises: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearEps(Problem):
-    """Gradients so small that Adam's eps shortens the update."""
-
+class NearEps(Problem):  # gradients so small that Adam's eps shortens the update
     tensors: list[tuple[float, str]]  # share of the update that is lost, the largest first
 
 
