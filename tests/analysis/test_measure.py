@@ -1,4 +1,4 @@
-"""Sensitivity is the paper's, whatever the order, the offset or the number of broken runs."""
+"""Sensitivity follows the paper for any order, offset and number of stopped runs."""
 
 import math
 from pathlib import Path
@@ -124,7 +124,7 @@ def test_a_stopped_run_scores_the_first_loss(tmp_path: Path) -> None:
     assert (curve.loss, curve.sensitivity, curve.failing_lr) == ((2.0, 6.0), 2.0, 0.1)
 
 
-def test_a_study_without_the_loss_before_training_says_so(tmp_path: Path) -> None:
+def test_a_study_without_the_loss_before_training_has_a_note(tmp_path: Path) -> None:
     study = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,))
     write_study(tmp_path, study, lambda _: Numbers())
     for path in tmp_path.rglob("events.jsonl"):

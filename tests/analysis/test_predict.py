@@ -1,4 +1,4 @@
-"""A law planted in run folders is found again: the fit, the critical value, the size that fails, with honest ranges."""
+"""A known law in run folders is recovered: the fit, the critical value, the size that fails, within the ranges."""
 
 import json
 import math
@@ -109,14 +109,14 @@ def critical_with(folder: Path, logits: dict[float, float], losses: dict[float, 
     return read([write_study(folder, study, lambda cell: numbers[cell.lr])]).critical
 
 
-def test_without_failures_the_paper_s_value_is_used_and_said(tmp_path: Path) -> None:
+def test_without_failures_the_paper_s_value_is_used(tmp_path: Path) -> None:
     critical = critical_with(tmp_path, {0.01: 10.0, 0.1: 20.0}, {0.01: 2.0, 0.1: 2.05})
     assert (critical.value, critical.measured) == (CRITICAL_LOGIT, False)
     assert critical.reason == "none failed"
     assert "because no run diverged here" in critical_words(critical)
 
 
-def test_without_separation_the_paper_s_value_is_used_and_said(tmp_path: Path) -> None:
+def test_without_separation_the_paper_s_value_is_used(tmp_path: Path) -> None:
     logits = {0.01: 10.0, 0.03: 500.0, 0.1: 400.0, 0.3: 5.0, 1.0: 6.0}
     losses = {0.01: 2.0, 0.03: 2.05, 0.1: 2.05, 0.3: 4.0, 1.0: 4.0}
     critical = critical_with(tmp_path, logits, losses)
@@ -183,7 +183,7 @@ def test_what_lies_beyond_the_horizon_is_not_claimed(tmp_path: Path) -> None:
     assert "not within 4 powers of ten" in forecast_words(forecast)
 
 
-def test_a_crossing_is_where_the_fit_says(law: Findings) -> None:
+def test_a_crossing_is_where_the_fit_reaches_the_level(law: Findings) -> None:
     fit = fit_of(law, 0.03)
     at = crossing(lambda n: fit.predict(n)[0] / 1000.0, fit)
     assert at is not None
@@ -196,7 +196,7 @@ def test_a_crossing_is_where_the_fit_says(law: Findings) -> None:
 
 
 @pytest.mark.parametrize(("rms", "left"), [(1e-7, 0.91), (1e-8, 0.50), (1e-9, 0.09)])
-def test_eps_leaves_of_an_update_what_the_paper_says(rms: float, left: float) -> None:
+def test_eps_shrinks_an_update_as_in_the_paper(rms: float, left: float) -> None:
     assert shrink(rms, 1e-8) == pytest.approx(left, abs=0.005)
 
 
@@ -290,7 +290,7 @@ def test_a_prediction_is_json(law: Findings) -> None:
         (1e6, None, "no such", "'plain' or 'steadied'"),
     ],
 )
-def test_nonsense_is_refused_in_words(
+def test_invalid_arguments_are_refused(
     law: Findings, params: float, lr: float | None, arm: str | None, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):

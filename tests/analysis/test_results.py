@@ -1,4 +1,4 @@
-"""Folders are read in any state, and what cannot be used is said, never raised."""
+"""Folders are read in any state; what cannot be used becomes a status or a note, not an exception."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def damaged(folder: Path, damage: Callable[[Path], None], **numbers: object) -> 
     return only(read([folder]))
 
 
-def test_a_run_says_what_its_files_say(tmp_path: Path) -> None:
+def test_a_result_has_the_numbers_of_its_files(tmp_path: Path) -> None:
     write_study(tmp_path, SMALL, lambda _: Numbers(loss=2.5, first=5.9, logit=40.0, grad_rms=1e-4, logz=6.0))
     result = only(read([tmp_path]))
     assert (result.status, result.why, result.kind, result.study) == ("done", "done", "gpt", "planted")
@@ -187,7 +187,7 @@ def test_evaluations_that_a_resume_took_back_do_not_count(tmp_path: Path) -> Non
     assert result.loss == 2.5
 
 
-def test_a_cell_that_failed_says_why_and_one_that_was_retried_has_not(tmp_path: Path) -> None:
+def test_a_failed_cell_has_its_error_and_a_retried_one_has_not(tmp_path: Path) -> None:
     first, second = (cell.name for cell in SMALL.cells())
     write_study(tmp_path, SMALL, lambda cell: Numbers() if cell.lr == 0.01 else None)
     write_failures(tmp_path, [(first, "worker lost"), (second, "ValueError: no such corpus")])
@@ -251,7 +251,7 @@ def test_two_studies_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert len(findings.curves) == 2
 
 
-def test_mixed_corpora_versions_steps_are_said(tmp_path: Path) -> None:
+def test_mixed_corpora_versions_and_steps_are_noted(tmp_path: Path) -> None:
     def numbers(cell: Cell) -> Numbers:
         return Numbers() if cell.lr == 0.1 else Numbers(sha256="b" * 64, versions={"trimtab": "9", "torch": "0.1"})
 

@@ -1,4 +1,4 @@
-"""The report in a real browser: Debian's chromium, headless, with no way out to any network.
+"""The report in a real browser: Debian's chromium, headless, without a network.
 
 apt-get install chromium        and playwright's driver comes with `pip install -e '.[dev]'`
 """

@@ -1,4 +1,4 @@
-"""`explain` names what went wrong, when, where first and how long before the loss, from files alone."""
+"""`explain` reports what went wrong, when, where first and how long before the loss, from files alone."""
 
 import json
 import math
@@ -101,7 +101,7 @@ def test_the_worst_spike_is_the_highest_and_small_ones_are_left_out(folder):
     assert "RMS_t 3.00 at step 300, not before the onset, 1 steps before the peak" in str(found)
 
 
-def test_a_rise_that_nobody_would_call_a_spike_is_none(folder):
+def test_a_small_rise_is_not_a_spike(folder):
     folder.losses[[299, 300]] = 2.15
     assert not folder.explain()
 

@@ -43,7 +43,9 @@ def test_the_findings_of_an_old_study_are_the_same(v1: Path) -> None:
 def test_the_tables_of_an_old_study_have_the_same_columns_and_numbers(v1: Path, tmp_path: Path) -> None:
     write_report(read([v1 / "study"]), tmp_path)
     for name in ("cells.csv", "curves.csv", "fits.csv"):
-        old, new = (list(csv.DictReader((folder / name).read_text().splitlines())) for folder in (v1 / "study", tmp_path))
+        old, new = (
+            list(csv.DictReader((folder / name).read_text().splitlines())) for folder in (v1 / "study", tmp_path)
+        )
         assert [list(row) for row in old] == [list(row) for row in new]
         for a, b in zip(old, new, strict=True):
             assert {key: x for key, x in a.items() if key not in WORDS} == {k: b[k] for k in b if k not in WORDS}

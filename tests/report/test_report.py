@@ -1,4 +1,4 @@
-"""The report: one page of everything that is there, its numbers as files, and nothing a stranger wrote comes alive."""
+"""The report: the page, its numbers as files, and the escaping of untrusted names."""
 
 import base64
 import csv
@@ -85,7 +85,7 @@ def drawn(findings: Findings, folder: Path = Path("/tmp/nowhere")) -> Page:
 
 
 def hostile(findings: Findings) -> Findings:
-    """Every text that comes from outside, replaced by one that wants to be more than text."""
+    """Every text that comes from files, replaced by HTML and scripts."""
 
     def poison(item: Any) -> Any:
         texts = {"study": "study", "arm": f"{item.arm} {HOSTILE}"}
@@ -193,7 +193,7 @@ def test_forecasts_stand_at_the_critical_value_in_the_shaded_part(findings: Find
     assert all(shaded["x0"] < t["x"][0] <= shaded["x1"] for t in diamonds)
 
 
-def test_a_panel_says_what_its_arm_switches_on(findings: Findings) -> None:
+def test_a_panel_lists_the_interventions_of_its_arm(findings: Findings) -> None:
     assert drawn(findings).said("small").count("qk-norm, z-loss=1e-4") == 4
     for junk in (None, "arms", [1, {"name": "steadied"}, {"name": "steadied", "switches": 3}], {"name": "plain"}):
         sources = tuple(replace(source, data={"arms": junk}) for source in findings.studies)
@@ -238,7 +238,7 @@ def failed(findings: Findings) -> Findings:
 
 
 def dull(findings: Findings) -> Findings:
-    """Nobody watched, and nobody logged."""
+    """Without signals and training losses."""
     blank = {"logit_max": math.nan, "grad_rms": math.nan, "losses": (), "params": None}
     results = tuple(replace(run, **blank) for run in findings.results)
     return replace(findings, results=results, fits=(), forecasts=(), critical=UNKNOWN)
@@ -256,7 +256,7 @@ PARTIAL: dict[str, tuple[Callable[[Findings], Findings], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", PARTIAL)
-def test_a_page_is_made_of_what_is_there_and_says_what_is_not(findings: Findings, name: str) -> None:
+def test_a_page_shows_what_there_is_and_lists_what_is_missing(findings: Findings, name: str) -> None:
     change, missing = PARTIAL[name]
     page = drawn(change(findings))
     said = {key for key, section in WORDS.items() if section.missing and section.missing in page.said("p")}
@@ -272,7 +272,7 @@ def test_notes_are_on_the_page_before_the_charts(findings: Findings) -> None:
     assert words.index(notes_words(changed)[0]) < words.index(WORDS["learning-rates"].title)
 
 
-# --- Strangers' words
+# --- Untrusted names
 
 
 def test_hostile_names_stay_text_everywhere(findings: Findings) -> None:
@@ -415,7 +415,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_without_plotly_it_says_what_to_install(
+def test_without_plotly_the_error_names_the_extra(
     findings: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)

@@ -1,4 +1,4 @@
-"""The verdict says what was run and no more."""
+"""The verdict in sentences, and every note."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def has(findings: Findings, *parts: str) -> bool:
     return any(all(part in line for part in parts) for line in verdict_words(findings))
 
 
-def test_the_headline_says_what_breaks_where_and_what_holds(law: Findings) -> None:
+def test_the_headline_has_the_outcome_of_every_arm(law: Findings) -> None:
     headline = verdict_words(law)[0]
     assert headline.startswith("Plain diverges at learning rate 0.1 at 147k parameters (forecast: at 0.03 above 1M)")
     assert "steadied (qk-norm, z-loss=1e-4) is stable up to learning rate 0.3" in headline
@@ -42,7 +42,7 @@ def test_arms_are_compared_at_the_largest_size_with_a_range(law: Findings) -> No
     assert has(law, f"plain is {comparison.ratio:.1f} times as sensitive", "as steadied", "over 2 seeds", "nats")
 
 
-def test_cause_cure_prediction_and_back_test_are_said(law: Findings) -> None:
+def test_cause_effect_forecast_and_back_test_are_in_the_verdict(law: Findings) -> None:
     assert has(law, "First sign in the 8 diverging runs of plain", "attention logits above the critical value in 8")
     assert has(law, "With steadied no learning rate diverges at 147k parameters.")
     assert has(law, "Forecast for plain: learning rate 0.03 diverges above 1M parameters (", "times the largest size")
@@ -55,7 +55,7 @@ def test_nothing_is_called_missing_in_a_whole_study(law: Findings) -> None:
     assert not has(law, "have no result")
 
 
-def test_one_seed_is_said(tmp_path: Path) -> None:
+def test_one_seed_is_noted(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, grid(lrs=(0.01, 0.1), seeds=(0,)))])
     assert has(findings, "one seed, so random variation is unknown")
     assert has(findings, "There is one seed only")
@@ -80,7 +80,7 @@ def test_a_sensitivity_over_fewer_learning_rates_is_not_set_against_one_over_all
     assert not has(findings, "steadied: sensitivity")
 
 
-def test_windows_that_differ_are_both_said(tmp_path: Path) -> None:
+def test_different_windows_are_both_given(tmp_path: Path) -> None:
     losses = {"plain": (2.0, 2.1, 2.2, 4.0), "steadied": (4.0, 2.2, 2.1, 2.0)}
     lrs = (1e-4, 1e-3, 1e-2, 1.0)
     study = grid(sizes=("2x16",), lrs=lrs, seeds=(0,))

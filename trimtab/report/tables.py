@@ -118,7 +118,9 @@ def backtests(view: View, signal: Signal) -> list[Table]:
             rows.append([_lr(fit.lr), _text(view.title((fit.study, fit.arm))), size, *values, off])
             worst = max(worst, backtest_factor(fit))
     head = ("Learning rate", "Arm", "Size", "Predicted", "Measured", "Off by")
-    title = f"Back-test: the largest size predicted from the smaller ones, off by {factor(worst)} at most"
+    title = (
+        f"Back-test: the largest size predicted from the smaller ones, off by a factor of {number(worst, 2)} at most"
+    )
     return [Table("Back-test", head, rows, folded=title)] if rows else []
 
 
