@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.runs import grid, write_study
+from tests.analysis.runs import grid, write_study
 from tests.test_cli import call
 from tests.train.runs import write_words
 
@@ -81,7 +81,7 @@ def test_the_page_is_made_again_from_the_files_alone(tmp_path, capsys):
     write_study(tmp_path / "a", grid())
     code, told, _ = call(capsys, "report", str(tmp_path / "a"), "--out", str(tmp_path / "page.html"))
     assert code == 0
-    assert "Plain breaks at learning rate 0.1" in told
+    assert "Plain diverges at learning rate 0.1" in told
     assert (tmp_path / "page.html").exists()
 
 
@@ -96,7 +96,7 @@ def test_one_size_is_predicted_in_words_and_as_json(tmp_path, capsys):
     write_study(tmp_path / "a", grid())
     code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e7", "--lr", "0.1")
     assert code == 0
-    assert "10 million parameters" in told
+    assert "10M parameters" in told
     code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e7", "--lr", "0.1", "--json")
     assert json.loads(told)["outcome"] == "fails"
     code, _, error = call(capsys, "predict", str(tmp_path / "a"), "--params", "-1")

@@ -1,4 +1,4 @@
-"""The report in a real browser: Debian's chromium, headless, with no way out to any network.
+"""The report in a real browser: Debian's chromium, headless, without a network.
 
 apt-get install chromium        and playwright's driver comes with `pip install -e '.[dev]'`
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.runs import grid, write_study
+from tests.analysis.runs import grid, write_study
 from tests.report.test_report import hostile, spiky
 from trimtab.analysis.findings import Findings, read
 from trimtab.report import write_report
@@ -210,7 +210,7 @@ def test_paper_gets_every_fold_and_the_screen_its_page_back(visit: Visit, tmp_pa
 @pytest.mark.slow
 def test_a_picture_for_the_readme_is_small(visit: Visit, tmp_path: Path) -> None:
     page, out = visit.url.removeprefix("file://"), tmp_path / "new" / "lab.png"
-    command = [sys.executable, "-m", "trimtab.report.picture", page, str(out)]
+    command = [sys.executable, "-m", "bench.picture", page, str(out)]
     subprocess.run(command, check=True, timeout=120)  # a second driver does not start in this process
     assert out.read_bytes().startswith(b"\x89PNG")
     assert 20_000 < out.stat().st_size <= 400_000

@@ -1,4 +1,4 @@
-"""The live view draws what is there, follows a growing run, hides no NaN and stays small however long the run is."""
+"""The live view shows a growing run, shows every NaN, and needs little memory for a long run."""
 
 import io
 import json
@@ -141,7 +141,7 @@ def test_it_fits_any_terminal(tmp_path, width):
 
 
 @pytest.mark.parametrize("usual", [None, [], [None, None]])
-def test_an_alarm_without_numbers_is_still_told(tmp_path, usual):
+def test_an_alarm_without_numbers_is_shown(tmp_path, usual):
     append(tmp_path, "events", {"event": "alarm", "step": 3, "kind": "non-finite", "value": None, "usual": usual})
     view = View(tmp_path)
     view.update()

@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trimtab.analysis.words import join, say_count
+from trimtab.report.numbers import count, join
 from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.tune_search import Found, dearest, find_warmup, most_trials, watch_perplexity
 from trimtab.recipes import RECIPES
@@ -205,7 +205,7 @@ class _Search:
     def say_before(self) -> None:
         self.console.print(
             f"each trial trains the first {self.window} of {self.config.steps} steps; at most {self.most} trials and "
-            f"{self.most_tokens / self.run_tokens:.0%} of the {say_count(self.run_tokens)} tokens of one run",
+            f"{self.most_tokens / self.run_tokens:.0%} of the {count(self.run_tokens)} tokens of one run",
             highlight=False,
         )
 

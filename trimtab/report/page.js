@@ -1,4 +1,4 @@
-// What the page does by itself: draw the charts in the colours of the day, hide and show lines, sort tables, print.
+// Draws the charts in the colours of the page, hides and shows lines, sorts tables, and prepares for printing.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -9,7 +9,7 @@
   const hidden = new Set(); // "section/key" of the legend buttons that are off
   const charts = [...document.querySelectorAll(".chart")];
 
-  // A colour is a name of style.css, and stands only under keys that end in "color".
+  // Values of keys that end in "color" are variables of style.css; replace them by their colours.
   function paint(value, key = "") {
     if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map((item) => paint(item, key));
     if (value && typeof value === "object")
@@ -19,7 +19,7 @@
     return value;
   }
 
-  // Ticks that would touch lose every second label, or more; the last keeps its own.
+  // Remove labels of ticks that would overlap; the last one stays.
   function spaced(axis, room) {
     if (!axis.ticktext) return axis;
     const widest = Math.max(...axis.ticktext.flatMap((text) => text.split("<br>").map((line) => line.length)));
@@ -58,7 +58,7 @@
   const value = (row, column) => row.cells[column].dataset.value ?? row.cells[column].textContent;
   function compare(a, b) {
     const [x, y] = [Number(a), Number(b)];
-    if (a === "" || b === "") return (a === "") - (b === ""); // what is unknown comes last
+    if (a === "" || b === "") return (a === "") - (b === ""); // unknown values last
     return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b, undefined, {numeric: true}) : x - y;
   }
   document.querySelectorAll("thead button").forEach((button) => button.addEventListener("click", () => {
@@ -74,7 +74,7 @@
     body.append(...rows);
   }));
 
-  // Paper is light and narrow, and nothing folds out of it.
+  // Print in light colours, narrow, with all details open.
   let folded = [];
   addEventListener("beforeprint", () => {
     folded = [...document.querySelectorAll("details:not([open])")];
@@ -93,7 +93,7 @@
     waiting = setTimeout(() => { if (innerWidth !== wide) { wide = innerWidth; drawAll(); } }, 150);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  // One after the other, so that the page can be read and scrolled while they appear.
+  // One chart after the other, so that the page stays responsive.
   (async () => {
     for (const chart of charts) {
       await draw(chart);

@@ -1,7 +1,7 @@
-"""Run and study folders without training: the files of `train`, byte for byte of the same format, with numbers planted.
+"""Run and study folders without training: files in the format of `trimtab.train`, with chosen numbers.
 
     study = grid(sizes=("2x16", "2x32", "3x64"), lrs=(0.01, 0.1))
-    write_study(tmp_path, study)                     # as `planted` says: a power law and a critical value
+    write_study(tmp_path, study)                     # `planted`: a power law and a critical value
     write_run(tmp_path / "one", config, loss=2.0)    # one run with these numbers
 
 The planted law: the attention logit is LOGIT * params^SLOPE * (lr / 0.1)^STEEP, steadied runs keep theirs at 5, and a
@@ -18,7 +18,6 @@ from typing import Any
 from trimtab.lab.sizes import parse_size
 from trimtab.lab.study import Arm, Cell, Study
 from trimtab.recipes import gpt_lab
-from trimtab.runs import versions as current_versions
 from trimtab.train.config import GPTRun, RunConfig, WatchConfig, to_json
 
 LOGIT, SLOPE, STEEP, CRITICAL, LOST, FIRST = 0.02, 0.8, 2.0, 150.0, 0.7, 5.8
@@ -31,14 +30,14 @@ class Numbers:
 
     loss: float = 2.0  # last validation loss
     first: float = FIRST
-    logit: float | None = 5.0  # largest attention logit from the first look on; None: nobody looked at layers
+    logit: float | None = 5.0  # largest attention logit; None: no signals of layers
     grad_rms: float = 1e-3
     logz: float = 5.5
     why: str = "done"  # "diverged" and "not finite" end half-way
     until: int | None = None  # the last step of a run that is still going on
     spikes: tuple[int, ...] = ()  # steps at which the training loss jumps, for three steps
     sha256: str = "a" * 64
-    versions: Mapping[str, str] = field(default_factory=current_versions)
+    versions: Mapping[str, str] = field(default_factory=lambda: {"trimtab": "0.1.0", "torch": "2.0", "python": "3.11"})
 
 
 def grid(
@@ -137,8 +136,8 @@ def _look(config: RunConfig, numbers: Numbers, step: int, loss: float) -> dict[s
     layers: dict[str, Any] = {}
     for i in range(config.model.depth) if numbers.logit is not None else ():
         layers[f"transformer.blocks.{i}"] = {"out_rms": 1.5 + i, "out_max": 6.0}
-        heard = {"logit_max": numbers.logit / (1 + i), "entropy": 1.0, "q_norm": 4.0, "k_norm": 4.0, "cosine": 0.1}
-        layers[f"transformer.blocks.{i}.attention"] = heard
+        attention = {"logit_max": numbers.logit / (1 + i), "entropy": 1.0, "q_norm": 4.0, "k_norm": 4.0, "cosine": 0.1}
+        layers[f"transformer.blocks.{i}.attention"] = attention
     totals = {"grad_norm": 0.5, "logz": numbers.logz} if layers else {"grad_norm": 0.5}
     tensors = {name: {**tensor, "eps_share": 1e-5} for name in names}
     return {"step": step, "loss": _finite(loss), "tensors": tensors, "layers": layers, "totals": totals}
