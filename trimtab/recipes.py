@@ -8,8 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trimtab.nn import CLIP_SIZES, GPTConfig
-from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
-from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig, WatchConfig
+from trimtab.schedule import LearningRate
+from trimtab.train.config import (
+    CLIPRun,
+    DataConfig,
+    GPTRun,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    SeqLenConfig,
+    WatchConfig,
+)
 
 
 def gpt_tiny() -> GPTRun:
@@ -37,17 +46,12 @@ def gpt_small() -> GPTRun:
 
 def gpt_lab() -> GPTRun:
     """Three layers of 64 over bytes, with nothing to steady it: what `trimtab lab` trains at many sizes and rates."""
-    steps, batch, context = 400, 16, 64
-    schedule = ScheduleConfig(
-        lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5),
-        seqlen=SeqLenWarmup(start=context, end=context, steps=1, multiple=8),
-        batch=_constant(batch),
-    )
+    steps, batch = 400, 16
     return GPTRun(
-        model=GPTConfig(depth=3, width=64, heads=4, vocab=257, context=context),
+        model=GPTConfig(depth=3, width=64, heads=4, vocab=257, context=64),
         # Decay times steps is what it is in the paper, 1e-4 in 100 thousand steps.
         optim=OptimConfig(name="adamw", lr=1e-2, bits=32, weight_decay=10 / steps, independent_decay=True),
-        schedule=schedule,
+        schedule=ScheduleConfig(lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5)),
         steps=steps,
         batch=batch,
         eval_every=steps // 2,
@@ -142,8 +146,7 @@ def _gpt(
 ) -> GPTRun:
     """Cosine by tokens to a fifteenth of the peak, lengths from `start` over a third of the run."""
     lr = LearningRate(kind="cosine", warmup=warmup, decay_unit="tokens", floor=optim.lr / 15)
-    seqlen = SeqLenWarmup(start=start, end=model.context, steps=warmup_steps or steps // 3, multiple=8)
-    schedule = ScheduleConfig(lr=lr, seqlen=seqlen, batch=_constant(batch))
+    schedule = ScheduleConfig(lr=lr, seqlen=SeqLenConfig(start=start, steps=warmup_steps or steps // 3))
     return GPTRun(
         model=model,
         optim=optim,
@@ -188,8 +191,7 @@ def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) 
 
 def _clip(size: str, optim: OptimConfig, *, steps: int, batch: int, warmup: int) -> CLIPRun:
     model = CLIP_SIZES[size]
-    seqlen = SeqLenWarmup(start=model.context, end=model.context, steps=1, multiple=1)
-    schedule = ScheduleConfig(lr=LearningRate(kind="cosine", warmup=warmup), seqlen=seqlen, batch=_constant(batch))
+    schedule = ScheduleConfig(lr=LearningRate(kind="cosine", warmup=warmup))
     return CLIPRun(model=model, optim=optim, schedule=schedule, steps=steps, batch=batch)
 
 
@@ -198,7 +200,3 @@ def _paper_clip(size: str) -> CLIPRun:
     run = _clip(size, optim, steps=20_000, batch=16_384, warmup=5000)
     model = replace(run.model, patch_dropout=0.5, linear="switchback", checkpointing=True)
     return replace(run, model=model, data=DataConfig(corpus="emoji"), autocast="bfloat16", micro_batch=None)
-
-
-def _constant(batch: int) -> BatchWarmup:
-    return BatchWarmup(start=batch, increment=1, samples=1, end=batch)

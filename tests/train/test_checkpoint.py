@@ -16,9 +16,10 @@ from tests.conftest import assert_same, seed
 from tests.train.runs import BATCH, hashes, quiet, read_events, read_log, tiny
 from trimtab.optim import AdamW
 from trimtab.runs import files as files_module
-from trimtab.runs.files import read_tensors, sha256_of, write_tensors
+from trimtab.runs.files import sha256_of
 from trimtab.train import CheckpointError, Checkpoints, RunError, evaluate, load_run, resume, train
 from trimtab.train.processes import Processes
+from trimtab.train.tensors import read_tensors, write_tensors
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 

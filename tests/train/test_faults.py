@@ -26,8 +26,8 @@ from tests.train.runs import (
     write_config,
 )
 from trimtab import cli
-from trimtab.runs import files, log
-from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, train
+from trimtab.runs import RunLog, StepRecord, files, log
+from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, tensors, train
 from trimtab.train.processes import Processes
 
 LONG = 40  # steps of a run that is killed on the way
@@ -192,7 +192,7 @@ def test_killed_while_writing_a_checkpoint_the_one_before_is_the_last(whole, tmp
 def names_of_tensors(whole: Path) -> list[str]:
     """Names of all tensors in a checkpoint: as many pieces are written, and the headers."""
     folder = whole / "run" / "checkpoints" / f"step-{LONG:08d}"
-    parts = [files.read_tensors(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
+    parts = [tensors.read_tensors(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
     return [name for part in parts for name in part] + ["header"]
 
 
@@ -316,18 +316,23 @@ def test_a_log_that_cannot_grow_keeps_whole_lines_and_the_run(half, tmp_path):
     assert_same_run(half, tmp_path / "whole", 12)
 
 
+def write_step(mine: RunLog, number: int) -> None:
+    clocks = {"samples": 0, "tokens": 0, "seconds": 0.0, "warmup_steps": None, "warmup_tokens": None}
+    mine.step(StepRecord(step=number, **clocks, step_seconds=0.0, loss=1.0, lr=1.0, length=1, batch=1, grad_norm=1.0))
+
+
 def test_lines_that_waited_are_written_when_there_is_room(tmp_path):
-    mine = log.RunLog(tmp_path)
-    mine.step(step=1)
-    lines = mine._files["log.jsonl"]
+    mine = RunLog(tmp_path)
+    write_step(mine, 1)
+    lines = mine._files[mine.paths.log]
     with open("/dev/full", "wb", buffering=0) as full:
         lines.file, real = full, lines.file
-        mine.step(step=2)
-        mine.step(step=3)
-        assert mine.trouble == "No space left on device"
+        write_step(mine, 2)
+        write_step(mine, 3)
+        assert mine.pending_error == "No space left on device"
     lines.file = real
-    mine.step(step=4)
-    assert mine.trouble is None
+    write_step(mine, 4)
+    assert mine.pending_error is None
     mine.close()
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 

@@ -27,12 +27,13 @@ from tests.train.runs import (
     write_words,
 )
 from trimtab.nn import ConfigError
-from trimtab.schedule import BatchWarmup, LearningRate
-from trimtab.train import OptimConfig, RunError, RunLog, evaluate, load_run, loop, resume, sample, train
+from trimtab.schedule import LearningRate
+from trimtab.train import BatchConfig, OptimConfig, RunError, evaluate, load_run, loop, resume, sample, train
 from trimtab.train.compilations import Compilations
+from trimtab.train.config import load_config
 from trimtab.train.plan import foretell
 
-GROWS = BatchWarmup(start=2, increment=2, samples=12, end=BATCH)
+GROWS = BatchConfig(start=2, increment=2, samples=12)
 
 
 def go(config: Any, folder: Path) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def test_a_changed_schedule_is_refused_unless_forced(tmp_path):
     resume(tmp_path / "run", slower, step=4, force=True, console=quiet())
     assert read_events(tmp_path / "run", "forced")[0]["changed"] == {"schedule.seqlen.steps": ["8", "11"]}
     # The run is now what it was forced to be, and goes on as that.
-    assert RunLog(tmp_path / "run").read_config()[0] == slower
+    assert load_config(tmp_path / "run")[0] == slower
     assert resume(tmp_path / "run", console=quiet())["why"] == "done"
 
 
@@ -505,10 +506,10 @@ def test_a_clip_writes_no_text_but_names_pictures(tmp_path):
 def test_the_config_on_disk_says_everything(tmp_path):
     config = tiny(tmp_path, steps=1)
     go(config, tmp_path / "run")
-    read, facts = RunLog(tmp_path / "run").read_config()
+    read, facts = load_config(tmp_path / "run")
     assert read == config
-    assert len(facts["sha256"]) == 64
-    assert facts["versions"]["torch"] == torch.__version__
+    assert len(facts.sha256) == 64
+    assert facts.versions["torch"] == torch.__version__
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["why"] == "done"
 

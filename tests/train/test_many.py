@@ -35,9 +35,9 @@ from tests.train.runs import (
 )
 from tests.train.test_checkpoint import Payload
 from trimtab import cli
-from trimtab.runs import files
 from trimtab.runs.files import sha256_of
-from trimtab.train import CheckpointError, RunError, RunLog, checkpoint, load_run, resume, train
+from trimtab.train import CheckpointError, RunError, checkpoint, load_run, resume, tensors, train
+from trimtab.train.config import load_config
 
 SHAPES = {"ddp": "model.safetensors", "fsdp2": "shards"}
 
@@ -182,7 +182,7 @@ def train_with_a_full_disk(config: Path, run: Path) -> None:
 
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
 
-    write_data, write_tensors = Writer.write_data, files.write_tensors
+    write_data, write_tensors = Writer.write_data, tensors.write_tensors
     full = OSError(28, "No space left on device")
 
     def write_shard(self: Any, *args: Any) -> Any:
@@ -220,10 +220,7 @@ def refused(config: Path, run: Path, message: str) -> None:
 
 
 def test_a_batch_that_does_not_split_is_refused(tmp_path):
-    config = tiny(tmp_path)
-    odd = replace(
-        config, batch=3, schedule=replace(config.schedule, batch=replace(config.schedule.batch, start=3, end=3))
-    )
+    odd = replace(tiny(tmp_path), batch=3)
     refused(saved(tmp_path, odd), tmp_path / "run", "a batch of 3 does not split over 2 processes; try a multiple of 2")
     assert not (tmp_path / "run").exists()
 
@@ -313,6 +310,6 @@ def test_torchrun_ends_when_one_of_its_two_processes_is_killed(tmp_path):
         torchrun.wait()
     assert "SIGKILL" in (tmp_path / "out").read_text()
     assert "error: another process is gone" in (tmp_path / "out").read_text()
-    config = replace(RunLog(run).read_config()[0], steps=count_steps(run) + 2)
+    config = replace(load_config(run)[0], steps=count_steps(run) + 2)
     assert resume(run, config, force=True, console=quiet())["why"] == "done"
     assert read_events(run, "resumed")[0]["processes"] == 1

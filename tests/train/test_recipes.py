@@ -71,7 +71,7 @@ def test_gpt2_carries_the_numbers_of_sequence_length_warmup(name, shape, start, 
     assert (config.batch, config.tokens, config.steps) == (4096, 157_286_400_000, 75_000)
     assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (6e-4, (0.9, 0.95), 0.01)
     assert config.optim.clip_norm == 1.0
-    lr, seqlen = config.schedule.lr, config.schedule.seqlen
+    lr, seqlen = config.schedule.lr, config.seqlen_warmup
     assert (lr.kind, lr.warmup, lr.warmup_unit, lr.decay_unit, lr.floor) == ("cosine", 3000, "steps", "tokens", 1e-5)
     assert (seqlen.start, seqlen.end, seqlen.steps, seqlen.multiple) == (start, 1024, warmup_steps, 8)
 
@@ -88,7 +88,7 @@ def test_gpt3_carries_the_numbers_of_its_script():
     assert (config.model.depth, config.model.width, config.model.heads, config.model.context) == (12, 768, 12, 2048)
     assert (config.batch, config.tokens) == (2048, 300_000_000_000)
     assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (2.4e-3, (0.9, 0.95), 0.1)
-    lr, seqlen = config.schedule.lr, config.schedule.seqlen
+    lr, seqlen = config.schedule.lr, config.seqlen_warmup
     assert (lr.warmup, lr.warmup_unit, lr.decay, lr.decay_unit) == (375_000_000, "tokens", 260_000_000_000, "tokens")
     assert lr.floor == 6e-5
     assert (seqlen.start, seqlen.end, seqlen.steps) == (72, 2048, 27_638)

@@ -124,8 +124,7 @@ def _module_task(config: ModuleRun, processes: Processes) -> Task:
     def evaluate(run: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         return {"loss": loss_of(build, run, batch, device)}
 
-    length = config.schedule.seqlen.end
-    return Task(made.model.to(device), batches, loss, evaluate, length, config.batch, made.sha256)
+    return Task(made.model.to(device), batches, loss, evaluate, config.model.context, config.batch, made.sha256)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

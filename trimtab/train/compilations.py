@@ -12,7 +12,7 @@ from trimtab.train.config import RunConfig
 
 
 def batch_sizes(config: RunConfig) -> range:
-    batch = config.schedule.batch
+    batch = config.batch_warmup
     return range(batch.start, batch.end + 1, batch.increment)
 
 
@@ -20,7 +20,7 @@ class Compilations:
     """Counts what torch.compile does: once for each shape of a batch, and never silently not at all."""
 
     def __init__(self, config: RunConfig) -> None:
-        lengths = {length for _, length in config.schedule.seqlen.table(config.steps)}
+        lengths = {length for _, length in config.seqlen_warmup.table(config.steps)}
         self.most = len(lengths) * (len(batch_sizes(config)) if config.micro_batch is None else 1)
         self.compiles = config.compile
 

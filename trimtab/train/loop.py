@@ -127,6 +127,7 @@ class _Run:
         task.batches("validation", 0)  # is there enough of it?
         self.checkpoints = Checkpoints(log.folder / "checkpoints", config.keep, here)
         self.state = Progress()
+        self.lengths, self.sizes = config.seqlen_warmup, config.batch_warmup
         self.lr = foretell(config).rate  # a fall that was left open ends with the run
         self.board = Board() if config.tensorboard and here.rank == 0 else None
         self.console, self.saved = console, 0  # the step that was saved last, or tried to be
@@ -224,14 +225,14 @@ class _Run:
     def _step(self) -> StepRecord:
         config, clock, started = self.config, self.state.clock, time.perf_counter()
         number = clock.step + 1
-        used = config.schedule.seqlen.tokens_at(number)
-        length, size = config.schedule.seqlen.at(number), config.schedule.batch.at(clock.samples)
+        length, size = self.lengths.at(number), self.sizes.at(clock.samples)
+        used = self.lengths.tokens_at(number)
         lr = self.lr.at(config.optim.lr, number, clock.tokens, clock.warmup_tokens, clock.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_ratio"]
         batch = self.batches.next(size)
-        if length < config.schedule.seqlen.end:
-            batch = config.schedule.seqlen.cut(batch, number)
+        if length < self.lengths.end:
+            batch = self.lengths.cut(batch, number)
         loss = self._backward(batch)
         norm = self._clip()
         # Finite losses can have gradients that are not, and one of those in the weights is there for good.

@@ -12,7 +12,7 @@ Batches are made in a thread, so they must draw from a generator of their own, n
 returns may end: then it is asked for again, with a seed 1000 higher. A resume makes the same batches again and skips
 those that were used; an object with `next(batch)`, `state()` and `load(state)` is asked to go there itself.
 
-How many rows a batch has is the function's affair: `batch` and `schedule.seqlen.end` only say what the clocks count.
+The function decides how many rows a batch has: `batch` and `model.context` (tokens of a row) are only for the clocks.
 The validation loss is the mean of the model's own loss, in eval mode. One process.
 """
 
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from trimtab.nn import ConfigError
 from trimtab.runs import RunError
-from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
-from trimtab.train.config import ModuleConfig, ModuleRun, OptimConfig, ScheduleConfig
+from trimtab.schedule import LearningRate
+from trimtab.train.config import ModuleConfig, ModuleRun, OptimConfig, ScheduleConfig, SeqLenConfig
 
 SEEDS_APART = 1000  # from one pass over the data to the next
 
@@ -46,15 +46,10 @@ def module_run(build: str, *, steps: int = 500, batch: int = 16, options: Mappin
     """A run of somebody's own model with ordinary AdamW. The reference is checked, nothing is built."""
     find_function(build)
     lr = LearningRate(kind="cosine", warmup=max(steps // 20, 1), floor=1e-5)
-    schedule = ScheduleConfig(
-        lr=lr,
-        seqlen=SeqLenWarmup(start=1, end=1, steps=1, multiple=1),
-        batch=BatchWarmup(start=batch, increment=1, samples=1, end=batch),
-    )
     return ModuleRun(
         model=ModuleConfig(build=build, options=dict(options or {})),
         optim=OptimConfig(name="adamw", lr=1e-3, bits=32),
-        schedule=schedule,
+        schedule=ScheduleConfig(lr=lr, seqlen=SeqLenConfig(multiple=1)),
         steps=steps,
         batch=batch,
         eval_every=max(steps // 4, 1),

@@ -12,16 +12,15 @@ class Picture(NamedTuple):
 
 
 def foretell(config: RunConfig) -> Plan:
-    schedule = config.schedule
     return plan(
-        rate=schedule.lr,
+        rate=config.schedule.lr,
         peak=config.optim.lr,
-        batch=schedule.batch if schedule.batch.start < schedule.batch.end else config.batch,
-        context=schedule.seqlen.end,
+        batch=config.batch_warmup,
+        context=config.model.context,
         steps=config.steps,
         tokens=config.tokens,
-        seqlen=schedule.seqlen if schedule.seqlen.start < schedule.seqlen.end else None,
-        force=schedule.force,
+        seqlen=config.seqlen_warmup,
+        force=config.schedule.force,
     )
 
 
