@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from trimtab.lab.interventions import SWITCHES, apply, list_switches, steadied
-from trimtab.lab.subjects import open_subject, with_steps, with_values
+from trimtab.lab.subjects import open_subject, with_steps
 from trimtab.nn import GPT, ConfigError
 from trimtab.recipes import RECIPES
 from trimtab.train.build import build_optimizer
-from trimtab.train.config import differences
+from trimtab.train.config import differences, with_values
 from trimtab.train.module import module_run
 from trimtab.train.plan import foretell
 
@@ -80,7 +80,7 @@ def test_sequence_length_warmup_sees_as_many_tokens():
 
 def test_batch_warmup_sees_as_many_samples():
     before, after = LAB, apply(LAB, "batch-warmup=0.3")
-    assert (after.schedule.batch.start, after.schedule.batch.end) == (2, 16)
+    assert (after.batch_warmup.start, after.batch_warmup.end) == (2, 16)
     assert after.steps > before.steps
     assert 0 <= foretell(after).tokens - foretell(before).tokens <= before.batch * before.model.context
 
@@ -115,7 +115,7 @@ def test_codebook_and_block_reach_the_optimizer():
         ("qknorm", "Did you mean 'qk-norm'"),
         ("", "there is no switch"),
         ("qk-norm=both", "try one of shared"),
-        ("qk-norm=", "ends after the equals sign"),
+        ("qk-norm=", "no value after the equals sign"),
         ("z-loss=-1", "not a number above 0"),
         ("z-loss=much", "not a number"),
         ("z-loss=nan", "not a number"),
@@ -130,7 +130,7 @@ def test_codebook_and_block_reach_the_optimizer():
         ("8-bit=dynamic:0", "not a whole number"),
         ("switchback=yes", "takes no value"),
         ("linear=int4", "try one of float"),
-        ("mup", "needs the width"),
+        ("mup", "needs a base width"),
         ("mup=most", "simple, intermediate or full"),
         ("mup=full:no", "'no' is not a width"),
         ("steps=0", "not a whole number from 1"),
@@ -161,7 +161,7 @@ def test_schedules_that_do_not_fit_are_refused():
         apply(OWN, "seqlen-warmup")
     with pytest.raises(ConfigError, match="as large as it makes them"):
         apply(OWN, "batch-warmup")
-    with pytest.raises(ConfigError, match="has none"):
+    with pytest.raises(ConfigError, match="does not allow"):
         apply(with_values(LAB, {"batch": 12}), "batch-warmup")
     with pytest.raises(ConfigError, match="both warm up"):
         apply(apply(LAB, "seqlen-warmup"), "batch-warmup")

@@ -1,18 +1,18 @@
-"""One's own study, from a TOML file.
+"""A study from a TOML file.
 
-    name = "wide"                                 all of it may be left out
+    name = "wide"                                 every key is optional
     question = "Does my model need qk-norm?"
     subject = "gpt-lab"                           a recipe, or package.file:function
     sizes = ["2x16", "2x32", "3x64"]              or a ladder: "joint:3", "width", "depth"
     lrs = [3e-3, 1e-2, 3e-2, 1e-1]
     seeds = 2                                     how many, or a list
-    steps = 500                                   every clock of the subject is scaled to it
+    steps = 500                                   the schedules of the subject are scaled to it
 
-    [arms]                                        `trimtab lab --switches` lists what there is
+    [arms]                                        `trimtab lab --list` lists the switches
     plain = []
     steadied = ["qk-norm", "z-loss=1e-4"]
 
-    [set]                                         any field of the run; last, as it stands
+    [set]                                         any field of the run, as on the command line; applied last
     batch = 32
     "optim.betas" = [0.9, 0.999]
 
@@ -27,23 +27,17 @@ from typing import Any
 
 from trimtab.lab.sizes import Size, parse_sizes
 from trimtab.lab.study import LRS, QUESTION, SEEDS, SIZES, Arm, Study, compare
-from trimtab.lab.subjects import did_you_mean, open_subject, with_values
-from trimtab.train.config import ConfigError
+from trimtab.lab.subjects import open_subject
+from trimtab.train.config import ConfigError, did_you_mean, flatten, with_values
 
 KEYS = ("name", "question", "subject", "sizes", "lrs", "seeds", "steps", "arms", "set")
-# What the grid sets; an override would be overwritten, so it is refused.
-GRID = {
-    "optim.lr": "lrs",
-    "seed": "seeds",
-    "steps": "steps",
-    "model.depth": "sizes",
-    "model.width": "sizes",
-    "model.heads": "sizes",
-}
+# Fields that the grid sets. It would overwrite an override, so that is refused.
+GRID = {"optim.lr": "lrs", "seed": "seeds", "steps": "steps"}
+GRID |= {f"model.{name}": "sizes" for name in ("depth", "width", "heads")}
 
 
 def read_study(path: str | Path) -> Study:
-    """A study whose every config has been built once, or a ConfigError that says where the file is wrong."""
+    """Read a study and build all its configs. Raises ConfigError with the place of a mistake in the file."""
     path = Path(path)
     try:
         study = make_study(_parse(path), name=path.stem)
@@ -54,10 +48,11 @@ def read_study(path: str | Path) -> Study:
 
 
 def make_study(data: Mapping[str, Any], *, name: str = "study") -> Study:
-    """A study from what a file says; `name` where it says none."""
+    """A study from the contents of a file; `name` is used if it has none."""
     unknown = next((key for key in data if key not in KEYS), None)
     if unknown is not None:
-        raise ConfigError(f"{unknown!r} is not a key of a study{did_you_mean(unknown, KEYS)} It has {', '.join(KEYS)}")
+        hint = did_you_mean(unknown, KEYS)
+        raise ConfigError(f"{unknown!r} is not a key of a study.{hint} The keys are {', '.join(KEYS)}")
     subject = _text(data, "subject", "gpt-lab")
     steps = data.get("steps", open_subject(subject).steps)
     if isinstance(steps, bool) or not isinstance(steps, int):
@@ -110,20 +105,16 @@ def _sizes(value: Any) -> list[Size]:
     found: list[Size] = []
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, Mapping):
-            found.append(_option_size(item))
+            options = {key: value for key, value in item.items() if key != "name"}
+            if not options:
+                raise ConfigError(f"sizes: {dict(item)} has no options; try {{name = 'small', width = 64}}")
+            name = item.get("name", ",".join(f"{key}={value}" for key, value in options.items()))
+            found.append(Size(name=name, options=options))
         elif isinstance(item, str):
             found += parse_sizes(item)
         else:
             raise ConfigError(f"sizes: {item!r} is not a size; try '3x64', a ladder, or a table of options")
     return found
-
-
-def _option_size(item: Mapping[str, Any]) -> Size:
-    options = {key: value for key, value in item.items() if key != "name"}
-    if not options:
-        raise ConfigError(f"sizes: {dict(item)} has no options; try {{name = 'small', width = 64}}")
-    name = item.get("name", ",".join(f"{key}={value}" for key, value in options.items()))
-    return Size(name=name, options=options)
 
 
 def _seeds(value: Any) -> list[Any]:
@@ -149,9 +140,7 @@ def _arms(value: Any) -> tuple[Arm, ...]:
 def _overrides(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"set={value!r} is not a table; try [set] and below it: batch = 16")
-    for name, key in GRID.items():
-        head, _, rest = name.partition(".")
-        inner = value.get(head)
-        if name in value or (rest and isinstance(inner, Mapping) and rest in inner):
-            raise ConfigError(f"set: {name} is what the grid changes; say it with {key!r}")
+    for name in flatten(value):
+        if name in GRID:
+            raise ConfigError(f"set: the grid sets {name}; use {GRID[name]!r} instead")
     return value
