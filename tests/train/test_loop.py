@@ -459,7 +459,7 @@ def test_a_batch_of_more_pairs_than_there_are_is_refused(tmp_path):
 def test_a_folder_that_holds_another_run_is_left_alone(tmp_path):
     go(tiny(tmp_path, steps=4), tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(RunError, match="holds a run already; `trimtab resume"):
+    with pytest.raises(RunError, match="already holds a run; `trimtab resume"):
         go(tiny(tmp_path), tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 

@@ -228,7 +228,7 @@ def test_a_batch_that_does_not_split_is_refused(tmp_path):
 def test_a_folder_that_holds_another_run_is_refused_by_all(tmp_path):
     config = tiny(tmp_path, steps=4)
     train(config, tmp_path / "run", console=quiet())
-    refused(saved(tmp_path, config), tmp_path / "run", "holds a run already")
+    refused(saved(tmp_path, config), tmp_path / "run", "already holds a run")
 
 
 # --- One of two dies

@@ -6,13 +6,15 @@ import pytest
 from rich.console import Console
 
 from tests.train.runs import tiny
+from trimtab.runs import StepRecord
 from trimtab.train import train
 from trimtab.train.progress import Line
 
 
-def record(step: int, **changes: float) -> dict[str, float]:
-    line = {"step": step, "tokens": 128 * step, "loss": 2.5, "lr": 3e-3, "length": 32, "batch": 4, "step_seconds": 0.5}
-    return line | changes
+def record(step: int, *, loss: float = 2.5) -> StepRecord:
+    clocks = {"samples": 4 * step, "tokens": 128 * step, "seconds": 0.5 * step, "warmup_steps": 1, "warmup_tokens": 1}
+    rest = {"lr": 3e-3, "length": 32, "batch": 4, "grad_norm": 1.0, "step_seconds": 0.5}
+    return StepRecord(step=step, **clocks, loss=loss, **rest)
 
 
 def shown(terminal: bool, **options: object) -> tuple[Line, io.StringIO]:

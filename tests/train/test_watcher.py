@@ -40,7 +40,7 @@ def test_signals_of_tensors_layers_and_totals_are_on_record(tmp_path):
     assert "logz" in lines[3]["totals"]
     assert not lines[2]["layers"]  # only every second step
     run = read_run(tmp_path / "run")
-    assert len(run.tensors("rms")["head.weight"]) == 12
+    assert len(run.signals.tensors("rms")["head.weight"]) == 12
 
 
 def test_few_lines_are_written_unless_there_is_an_alarm(tmp_path):

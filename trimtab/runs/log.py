@@ -48,16 +48,10 @@ class RunLog:
 
     def create(self, config: Mapping[str, Any], **facts: Any) -> None:
         """Start a new run in a free folder."""
-        if not self.writes:
-            return
-        existed = self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
+        if self.writes:
+            self.check_free()
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.write_config(config, **facts)
-        except OSError:
-            if not existed:
-                self.folder.rmdir()
-            raise
 
     def write_config(self, config: Mapping[str, Any], **facts: Any) -> None:
         """Write config.json. `facts`: `sha256` of the data and `params`; `torch`, its version."""

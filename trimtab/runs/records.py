@@ -14,7 +14,18 @@ Json = dict[str, Any]
 
 # Signals of a tensor and of a layer. `trimtab.watch` computes them; a test compares the names.
 TensorSignal = Literal["rms", "grad_rms", "param_rms", "update_rms", "ratio", "eps_share"]
-LayerSignal = Literal["logit_max", "entropy", "out_rms", "out_max", "rounding"]
+LayerSignal = Literal[
+    "logit_max",
+    "entropy",
+    "q_norm",
+    "k_norm",
+    "cosine",
+    "out_rms",
+    "out_max",
+    "input_error",
+    "weight_error",
+    "grad_error",
+]
 
 
 class End(str, Enum):

@@ -272,7 +272,8 @@ def kind_of(config: RunConfig) -> str:
 
 def to_json(config: RunConfig) -> dict[str, Any]:
     """Dictionaries, lists, numbers and strings."""
-    return {"kind": kind_of(config), **msgspec.to_builtins(config)}
+    values: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(config)))  # lists in place of tuples
+    return {"kind": kind_of(config), **values}
 
 
 def from_json(data: Mapping[str, Any]) -> RunConfig:

@@ -70,11 +70,12 @@ def train(config: RunConfig, out: Path, *, console: Console | None = None) -> di
         task = build_task(config, here)
         run = _Run(config, task, log, here, console)
         here.barrier()  # all have seen that the folder is free
-        try:
-            here.together(lambda: log.create(to_json(config), **_facts(task)))
-        except OSError as error:
-            raise RunError(f"cannot write to {out}: {error.strerror}") from None
-        return run.go()
+        with here.locked(out):
+            try:
+                here.together(lambda: log.create(to_json(config), **_facts(task)))
+            except OSError as error:
+                raise RunError(f"cannot write to {out}: {error.strerror}") from None
+            return run.go()
 
 
 def resume(
@@ -95,7 +96,7 @@ def resume(
             f"{name} was {old} and is now {new}: the run would not be the one that was started. Use --force if that is "
             "what you want"
         )
-    with processes(config.parallel) as here, _threads(config.threads):
+    with processes(config.parallel) as here, _threads(config.threads), here.locked(out):
         task = build_task(config, here)
         if task.sha256 != facts.sha256 and not force:
             raise RunError(

@@ -6,14 +6,16 @@ nothing where there is only one.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trimtab.runs import RunError, lock_folder
 from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
@@ -66,16 +68,24 @@ class Processes:
         return found
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Do something on every process; where the disk fails one of us, it fails all, or the others would wait."""
-        result, error = None, None
+        """Run `work` on every process. An OSError or RunError of one is raised by all, so that none waits forever."""
+        result: Result | None = None
+        error: OSError | RunError | None = None
         try:
             result = work()
-        except OSError as caught:
+        except (OSError, RunError) as caught:
             error = caught
-        for failed in self.gather(None if error is None else (error.errno, error.strerror or str(error))):
+        for failed in self.gather(error):
             if failed is not None:
-                raise error or OSError(*failed)
-        return result  # type: ignore[return-value]
+                raise error or failed
+        return cast(Result, result)
+
+    @contextmanager
+    def locked(self, folder: Path) -> Iterator[None]:
+        """The first process locks the folder. All raise RunError if it is in use."""
+        with ExitStack() as stack:
+            self.together(lambda: stack.enter_context(lock_folder(folder)) if self.rank == 0 else None)
+            yield
 
     def lost(self, error: RuntimeError) -> bool:
         """Whether an error means that another process is gone."""
