@@ -193,7 +193,7 @@ def describe(state: State) -> str:
     name = f"{cell.size} {cell.arm} lr {number(cell.lr)} seed {cell.seed}"
     if state.status == "failed":
         return f"{name}: failed"
-    loss = f"{state.loss:.2f}" if math.isfinite(state.loss) else "not finite"
+    loss = f"{state.loss:.2f}" if math.isfinite(state.loss) else "not a finite number"
     early = ", stopped early" if state.early else ""
     took = f" in {duration(state.seconds)}" if math.isfinite(state.seconds) else ""
     return f"{name}: loss {loss}{early}{took}"
