@@ -14,8 +14,8 @@ import numpy as np
 import tyro
 
 from trimtab.analysis.one_run import FirstSpike, first_spikes, losses_of, rms_of
-from trimtab.analysis.spikes import PAPER, Floats
-from trimtab.runs.reader import Run, read_run
+from trimtab.analysis.spikes import PAPER
+from trimtab.runs.reader import Floats, Run, read_run
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 WIDTH, LEFT, RIGHT, TOP = 760, 64, 24, 34

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trimtab.analysis.chance import binomial_tail
-from trimtab.analysis.one_run import losses_of, rms_of
+from trimtab.analysis.one_run import binomial_tail, losses_of, rms_of
 from trimtab.analysis.spikes import (
     SpikeRules,
     chance_rate,

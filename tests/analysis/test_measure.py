@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lab.runs import ARMS, FIRST, Numbers, grid, write_run, write_study
+from tests.analysis.runs import ARMS, FIRST, Numbers, grid, write_run, write_study
 from trimtab.analysis import measure
-from trimtab.analysis.findings import Findings, read
+from trimtab.analysis.findings import Findings, Note, read
 from trimtab.lab.study import Cell
 
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -131,7 +131,7 @@ def test_a_study_without_the_loss_before_training_says_so(tmp_path: Path) -> Non
         path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
     findings = read([tmp_path])
     assert math.isnan(findings.curves[0].sensitivity)
-    assert any("before training was not evaluated" in note for note in findings.notes)
+    assert Note(kind="no first loss", where="plain at 2x16") in findings.notes
 
 
 def test_ratios_are_over_the_learning_rates_that_both_arms_have(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_ratios_are_over_the_learning_rates_that_both_arms_have(tmp_path: Path) 
     (comparison,) = findings.comparisons
     assert (comparison.arm, comparison.other) == ("plain", "steadied")
     assert (comparison.ratio, comparison.low, comparison.high) == (2.0, 2.0, 2.0)
-    assert any("sensitivity is over 2 of 3 learning rates" in note for note in findings.notes)
+    assert Note(kind="missing rates", where="steadied at 2x16", count=2, of=3, items=("0.3",)) in findings.notes
 
 
 def test_slopes_along_width_depth_and_both(tmp_path: Path) -> None:
@@ -183,4 +183,4 @@ def test_one_learning_rate_has_no_sensitivity(tmp_path: Path) -> None:
     write_run(tmp_path / "run", grid().cells()[0].config)
     findings = read([tmp_path / "run"])
     assert math.isnan(findings.curves[0].sensitivity)
-    assert any("needs two learning rates, there is 1" in note for note in findings.notes)
+    assert [note.count for note in findings.notes if note.kind == "one rate"] == [1]

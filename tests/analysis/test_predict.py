@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lab import runs
-from tests.lab.runs import ARMS, CRITICAL, Numbers, grid, logit_at, planted, write_study
+from tests.analysis import runs
+from tests.analysis.runs import ARMS, CRITICAL, Numbers, grid, logit_at, planted, write_study
 from trimtab.analysis.findings import Critical, Findings, Fit, Forecast, read
 from trimtab.analysis.fits import HORIZON, crossing, polynomial, shrink
 from trimtab.analysis.forecasts import PAPER_CRITICAL

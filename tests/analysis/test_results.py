@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.lab.runs import ARMS, Numbers, grid, planted, write_failures, write_run, write_study
-from trimtab.analysis.findings import Findings, Result, read, rows_of_cells, rows_of_curves
+from tests.analysis.runs import ARMS, Numbers, grid, planted, write_failures, write_run, write_study
+from trimtab.analysis.findings import Findings, Note, Result, clean, read
 from trimtab.analysis.results import SNAPSHOT
 from trimtab.lab.study import Cell
 from trimtab.runs import RunError
@@ -82,7 +82,7 @@ def test_a_run_that_ended_without_a_finite_loss_scores_the_first(tmp_path: Path)
 
 def test_a_run_under_way_is_running(tmp_path: Path) -> None:
     result = damaged(tmp_path, lambda _: None, until=37)
-    assert (result.status, result.why) == ("running", "at step 37 of 100")
+    assert (result.status, result.steps, result.planned) == ("running", 37, 100)
     assert math.isnan(result.loss)
     assert math.isnan(result.score)
 
@@ -126,14 +126,14 @@ def _gone(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "status", "why"),
     [
-        (_cut, "running", "at step 99 of 100"),
-        (_gone, "missing", "not run"),
-        (_empty, "unreadable", "config.json cannot be read"),
-        (_not_json("config.json"), "unreadable", "config.json cannot be read"),
-        (_not_json("result.json"), "unreadable", "result.json cannot be read"),
-        (_folder_for_a_file, "unreadable", "cannot be read"),
+        (_cut, "running", ""),
+        (_gone, "missing", ""),
+        (_empty, "unreadable", "config.json: not valid JSON"),
+        (_not_json("config.json"), "unreadable", "config.json: not valid JSON"),
+        (_not_json("result.json"), "unreadable", "result.json: not valid JSON"),
+        (_folder_for_a_file, "unreadable", "Is a directory"),
         (_all_null, "done", "done"),
-        (lambda folder: (folder / "config.json").unlink(), "unreadable", "there is no config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "unreadable", "config.json: No such file"),
     ],
 )
 def test_damage_is_a_status_and_a_note(tmp_path: Path, damage: Callable[[Path], None], status: str, why: str) -> None:
@@ -142,7 +142,7 @@ def test_damage_is_a_status_and_a_note(tmp_path: Path, damage: Callable[[Path], 
     assert why in result.why
     findings = read([tmp_path])
     assert len(findings.curves) == 1
-    assert status == "done" or any(result.name in note for note in findings.notes)
+    assert status == "done" or Note(kind=status, count=1, of=2, items=(result.name,)) in findings.notes
 
 
 def _with_leaves(data: Any, value: Any) -> Any:
@@ -163,7 +163,7 @@ def test_no_number_makes_reading_fail(tmp_path: Path, file: str) -> None:
     for value in values:
         path.write_text("".join(json.dumps(_with_leaves(line, value)) + "\n" for line in lines))
         findings = read([tmp_path])
-        json.dumps(findings.to_json(), allow_nan=False)
+        json.dumps(clean(findings), allow_nan=False)
         assert len(findings.results) == 2
 
 
@@ -173,7 +173,7 @@ def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
         (folder / "log.jsonl").write_text("".join([*lines[:50], "not json\n", "[1]\n", *lines[50:]]))
 
     assert damaged(tmp_path, damage).broken == 2
-    assert any("2 in all; left out" in note for note in read([tmp_path]).notes)
+    assert Note(kind="broken lines", count=1, of=2) in read([tmp_path]).notes
 
 
 def test_evaluations_that_a_resume_took_back_do_not_count(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_cell_that_failed_says_why_and_one_that_was_retried_has_not(tmp_path: 
     findings = read([tmp_path])
     assert [result.status for result in findings.results] == ["done", "failed"]
     assert only(findings).why == "ValueError: no such corpus"
-    assert any("1 of 2 cells failed" in note and "no such corpus" in note for note in findings.notes)
+    assert Note(kind="failed", count=1, of=2, items=(second,)) in findings.notes
 
 
 def test_a_cell_that_is_tried_again_is_running(tmp_path: Path) -> None:
@@ -205,12 +205,9 @@ def test_a_cell_that_is_tried_again_is_running(tmp_path: Path) -> None:
     assert only(read([tmp_path])).status == "failed"
 
 
-def test_zero_finished_runs_make_findings_that_say_what_to_do(tmp_path: Path) -> None:
+def test_without_a_finished_run_there_are_results_and_no_curves(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, SMALL, lambda _: None)])
     assert (findings.curves, findings.forecasts) == ((), ())
-    assert "No run has finished" in findings.verdict[0]
-    assert "2 not run" in findings.verdict[0]
-    assert "Start the study again" in findings.verdict[-1]
 
 
 def test_nothing_at_all_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
@@ -226,7 +223,7 @@ def test_nothing_at_all_is_an_error_that_names_the_folder(tmp_path: Path) -> Non
 def test_a_folder_that_is_not_there_is_a_note_beside_one_that_is(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path / "study", SMALL), tmp_path / "nowhere"])
     assert len(findings.results) == 2
-    assert any("nowhere is not a folder" in note for note in findings.notes)
+    assert Note(kind="not a folder", where=str(tmp_path / "nowhere")) in findings.notes
 
 
 def test_loose_runs_become_arms_by_what_their_configs_do_not_share(tmp_path: Path) -> None:
@@ -263,9 +260,9 @@ def test_mixed_corpora_versions_steps_are_said(tmp_path: Path) -> None:
     facts = json.loads(path.read_text())
     facts["config"]["steps"] = 50
     path.write_text(json.dumps(facts))
-    notes = " ".join(read([tmp_path]).notes)
-    for what in ("2 corpora (sha256)", "2 versions of torch", "2 versions of trimtab", "2 lengths in steps"):
-        assert f"runs of {what} are mixed" in notes
+    mixed = {note.where: note.count for note in read([tmp_path]).notes if note.kind == "mixed"}
+    kinds = ("corpora (sha256)", "lengths in steps", "versions of trimtab", "versions of torch")
+    assert mixed == dict.fromkeys(kinds, 2)
 
 
 def test_an_unreadable_study_is_read_as_loose_runs(tmp_path: Path) -> None:
@@ -273,7 +270,7 @@ def test_an_unreadable_study_is_read_as_loose_runs(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text('{"name": "x", "cells"')
     findings = read([tmp_path])
     assert len(findings.results) == 2
-    assert any("study.json cannot be read" in note for note in findings.notes)
+    assert Note(kind="bad study", where=str(tmp_path / "study.json")) in findings.notes
 
 
 def test_a_cell_of_a_study_that_is_not_one_is_left_out(tmp_path: Path) -> None:
@@ -283,19 +280,7 @@ def test_a_cell_of_a_study_that_is_not_one_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text(json.dumps(data))
     findings = read([tmp_path])
     assert len(findings.results) == 2
-    assert any("3 cells of" in note for note in findings.notes)
-
-
-def test_everything_is_json_and_tables_without_nan(tmp_path: Path) -> None:
-    write_study(tmp_path, SMALL, lambda cell: Numbers(why="diverged") if cell.lr == 0.1 else Numbers())
-    findings = read([tmp_path])
-    data = json.loads(json.dumps(findings.to_json(), allow_nan=False))
-    assert data["results"][1]["loss"] is None
-    assert set(data) >= {"studies", "results", "curves", "fits", "critical", "forecasts", "notes", "verdict"}
-    cells, curves = rows_of_cells(findings), rows_of_curves(findings)
-    json.dumps([cells, curves], allow_nan=False)
-    assert [row["name"] for row in cells] == [cell.name for cell in SMALL.cells()]
-    assert [(row["lr"], row["size"]) for row in curves] == [(0.01, "2x16"), (0.1, "2x16")]
+    assert Note(kind="bad cells", where=str(tmp_path / "study.json"), count=3) in findings.notes
 
 
 def test_training_curves_are_thinned(tmp_path: Path) -> None:

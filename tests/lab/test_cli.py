@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.runs import grid, write_study
+from tests.analysis.runs import grid, write_study
 from tests.test_cli import call
 from tests.train.runs import write_words
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.runs import grid, write_study
+from tests.analysis.runs import grid, write_study
 from tests.report.test_report import hostile, spiky
 from trimtab.analysis.findings import Findings, read
 from trimtab.report import write_report

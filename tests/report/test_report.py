@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.lab.runs import Numbers, grid, planted, write_study
+from tests.analysis.runs import Numbers, grid, planted, write_study
 from trimtab.analysis.findings import Critical, Findings, Result, read
 from trimtab.data import MissingExtra
 from trimtab.lab.study import Cell

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.runs import ARMS, Numbers, grid, params_of, planted, write_failures, write_study
+from tests.analysis.runs import ARMS, Numbers, grid, params_of, planted, write_failures, write_study
 from trimtab.analysis.findings import Findings, read
 from trimtab.analysis.words import join, say_count, say_decades, say_number, say_range
 from trimtab.lab.study import Arm, Cell

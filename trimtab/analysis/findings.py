@@ -1,22 +1,34 @@
-"""What a folder of runs says: every cell, the curves over the learning rate, the fits over the size, the verdict.
+"""The results of a folder of runs: every cell, curves over the learning rate, fits over the size, forecasts, notes.
 
     folders --results--> Result --measure--> Curve, Slope, Comparison --fits, forecasts--> Fit, Critical, Forecast
-                                                                      --verdict--> sentences
 
-`read` makes all of it from files alone, so that a study of last year, or one that still runs, gives the same page as
-one that has just ended. What is missing is a note, never an exception. Losses are cross entropy in nats; a loss that is
-unknown is NaN, that of a run that broke is infinite, and both are null in JSON.
+`read` needs only the files, so an old or an unfinished study gives the same numbers as one that has just ended. What is
+missing becomes a note, never an exception. Losses are cross entropy in nats; an unknown loss is NaN, that of a run that
+stopped early or ended without a finite loss is infinite, and both are null in JSON.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-Status = Literal["done", "stopped", "running", "failed", "missing", "unreadable"]
+from trimtab.runs import End
+
 Signal = Literal["logit_max", "grad_rms"]
 Points = tuple[tuple[int, float], ...]  # (step, value)
+
+
+class Status(str, Enum):
+    """The state of a cell."""
+
+    DONE = End.DONE.value
+    STOPPED = "stopped"  # before its last step: it diverged, or its loss was not finite
+    RUNNING = "running"  # has no result yet
+    FAILED = "failed"  # raised an error
+    MISSING = "missing"  # has no folder
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +42,8 @@ class Result:
     arm: str
     lr: float
     seed: int
-    status: Status  # stopped: early, as hopeless; running: begun and not ended
-    why: str = ""  # it ended, or cannot be used
+    status: Status
+    why: str = ""  # the reason for its end, or the error that makes it unusable
     kind: str = ""  # "gpt", "clip", ...
     params: int | None = None
     depth: int | None = None
@@ -43,19 +55,19 @@ class Result:
     planned: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    sha256: str = ""  # of the corpus
+    sha256: str = ""  # of the data
     versions: Mapping[str, str] = field(default_factory=dict)
     evaluations: Points = ()
     losses: Points = ()  # of training, thinned
     logit_max: float = math.nan  # largest attention logit of all layers early in the run, results.SNAPSHOT
-    logit_step: int | None = None  # the last step that went into it
+    logit_step: int | None = None  # the last step that it includes
     logits: Points = ()  # largest of all layers, over the run
     logz: Points = ()  # log of the softmax's denominator, over the run
-    grad_rms: float = math.nan  # of the first MLP matrix, mean of the last looks; what Adam's eps is compared with
+    grad_rms: float = math.nan  # of the first MLP matrix, mean of the last records; compared with Adam's eps
     update_rms: float = math.nan  # of the same matrix
     out_rms: float = math.nan  # of the last block
     eps: float = math.nan  # of the optimizer; NaN if it has none
-    bounded: bool = False  # queries and keys are normalised: logits cannot grow, and say nothing about failing
+    bounded: bool = False  # qk-norm or kappa bounds the attention logits, so they do not predict a failure
     spikes: Points = ()  # of the training loss: where each begins, and its peak (infinite if not finite)
     loss_ratio: float = math.nan  # highest of training loss over the best before it
     alarms: int = 0
@@ -63,11 +75,11 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        return self.status in ("done", "stopped")
+        return self.status in (Status.DONE, Status.STOPPED)
 
     @property
     def score(self) -> float:
-        """The loss as sensitivity counts it: never worse than before training, and a broken run is exactly that."""
+        """The loss that enters the sensitivity: at most l0, and l0 for a run without a finite final loss."""
         if not self.finished or math.isnan(self.loss):
             return math.nan
         return min(self.loss, self.first) if math.isfinite(self.loss) else self.first
@@ -75,7 +87,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One study, or one folder of loose runs: what was planned and how much of it is there."""
+    """One study, or one folder of runs without a study."""
 
     name: str
     folder: Path
@@ -83,12 +95,31 @@ class Source:
     subject: str = ""
     cells: int = 0
     finished: int = 0
-    data: Mapping[str, Any] = field(default_factory=dict)  # study.json as it is; empty for loose runs
+    data: Mapping[str, Any] = field(default_factory=dict)  # the study file as it is; empty without a study
+
+    def switches(self, arm: str) -> tuple[str, ...]:
+        """The interventions of an arm, if the study file has them; it may contain anything."""
+        arms = self.data.get("arms")
+        for item in arms if isinstance(arms, list) else []:
+            if isinstance(item, dict) and item.get("name") == arm and isinstance(item.get("switches"), list):
+                return tuple(str(switch) for switch in item["switches"])
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Something that is missing, mixed or insufficient."""
+
+    kind: str  # notes.KINDS
+    where: str = ""  # folder, study, or arm and size
+    count: int = 0
+    of: int = 0
+    items: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One study, arm and size over the learning rate. Lists go with `lrs`; those without a run are not there."""
+    """One study, arm and size over the learning rate. The tuples correspond to `lrs`."""
 
     study: str
     arm: str
@@ -96,7 +127,7 @@ class Curve:
     params: int | None
     depth: int | None = None
     width: int | None = None
-    lrs: tuple[float, ...]
+    lrs: tuple[float, ...]  # those with a finished run
     loss: tuple[float, ...]  # mean over seeds of the score
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -104,7 +135,7 @@ class Curve:
     broken: tuple[int, ...]  # runs of them that stopped early or have no finite loss
     spikes: tuple[float, ...]  # per run
     loss_ratio: tuple[float, ...]  # loss over the best loss of the curve
-    logit_max: tuple[float, ...]  # geometric mean over seeds; NaN where nobody looked
+    logit_max: tuple[float, ...]  # geometric mean over seeds; NaN where it was not measured
     grad_rms: tuple[float, ...]
     missing: tuple[float, ...] = ()  # learning rates that were planned and have no finished run
     first: float
@@ -113,13 +144,17 @@ class Curve:
     sensitivity: float  # NaN if there are fewer than two learning rates
     sensitivity_low: float | None = None  # over seeds; None with fewer than two
     sensitivity_high: float | None = None
-    window: tuple[float, float]  # learning rates that the sensitivity is taken over
-    failing_lr: float | None = None  # the smallest that fails, measure.FAILS
+    window: tuple[float, float]  # learning rates that the sensitivity covers
+    failing_lr: float | None = None  # the smallest that fails, measure.fails
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.study, self.arm, self.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """How fast sensitivity grows when a model grows in one way."""
+    """How fast sensitivity grows with the size, along width, depth or both."""
 
     study: str
     arm: str
@@ -168,10 +203,10 @@ class Fit:
     values: tuple[float, ...]  # geometric mean over seeds
     coefficients: tuple[float, ...]  # highest power first
     degree: int
-    spread: float  # decades: root mean square of what the fit leaves of single runs
+    spread: float  # decades: root mean square residual of single runs
     refits: tuple[tuple[float, ...], ...] = ()  # coefficients with a seed or a size left out
     backtest: Backtest | None = None
-    bounded: bool = False  # as in Result: these logits do not grow as a power of the size
+    bounded: bool = False  # as in Result
 
     def predict(self, params: float) -> tuple[float, float, float]:
         """The value at a size, and the lowest and highest of the refits, each wider by `spread`."""
@@ -183,34 +218,40 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Critical:
-    """The attention logit above which runs fail."""
+    """The attention logit that separates failed from successful runs."""
 
     value: float
     low: float
     high: float
-    measured: bool  # False: taken from the paper
-    why: str
+    measured: bool  # False: the paper's value
+    reason: Literal["separated", "overlap", "none failed", "all failed", "no logits", "not separated"]
+    stable: int = 0  # runs that did not fail
+    failed: int = 0
+    wrong: int = 0  # runs on the wrong side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One arm and learning rate: from which size on it fails. None: not within what can be said."""
+    """The size above which a learning rate of an arm fails. None: no failure within the horizon."""
 
     study: str
     arm: str
     lr: float
     signal: Signal
-    fails_at: float | None
+    fails_at: float | None = None
     low: float | None = None  # earliest; None with a fails_at: cannot be bounded
     high: float | None = None  # latest; None with a fails_at: perhaps never
-    seen: bool = False  # a run of this arm and learning rate has failed already, at `fails_at`
+    seen: bool = False  # a run of this arm and learning rate has failed, at `fails_at`
     decades: float = 0.0  # from the largest size that was run to `fails_at`
-    why: str = ""
+    outcome: Literal["seen", "few sizes", "not within horizon", "at largest size", "ahead"]
+    level: float  # of the signal, at which a run fails
+    value: float  # of the signal, at the largest size
+    sizes: tuple[int, ...]  # params
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything the report shows and the verdict is made of."""
+    """All numbers of one or more studies."""
 
     studies: tuple[Source, ...]
     results: tuple[Result, ...]
@@ -220,69 +261,32 @@ class Findings:
     fits: tuple[Fit, ...] = ()
     critical: Critical
     forecasts: tuple[Forecast, ...] = ()
-    notes: tuple[str, ...] = ()  # what is missing, mixed or too little
-    verdict: tuple[str, ...] = ()  # plain words, the headline first
-
-    @property
-    def backtest_factors(self) -> list[float]:
-        """Of the attention logits where they are free to grow, the best first."""
-        fits = [fit for fit in self.fits if fit.signal == "logit_max" and not fit.bounded]
-        return sorted(fit.backtest.factor for fit in fits if fit.backtest is not None)
-
-    def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = clean(self)
-        return data
+    notes: tuple[Note, ...] = ()
 
 
 def read(folders: Sequence[str | Path]) -> Findings:
-    """Read studies, folders of runs and single runs. Raises RunError only if there is nothing at all."""
-    # These build what is defined above, so they cannot be imported before it is.
-    from trimtab.analysis import fits as fitted
+    """Read studies, folders of runs and single runs. Raises RunError only if there is no run at all."""
+    # These modules use the classes above, so they cannot be imported first.
+    from trimtab.analysis import fits as fitting
     from trimtab.analysis import folders as places
-    from trimtab.analysis import forecasts, measure, verdict
+    from trimtab.analysis import forecasts, measure
+    from trimtab.analysis import notes as noting
 
-    sources, found, notes = places.read_folders([Path(folder) for folder in folders])
-    curves = measure.curves_of(found)
-    fits = fitted.fits_of(found)
-    critical = forecasts.critical_of(found, curves)
-    findings = Findings(
+    sources, results, notes = places.read_folders([Path(folder) for folder in folders])
+    curves = measure.curves_of(results)
+    fits = fitting.fits_of(results)
+    critical = forecasts.critical_of(results, curves)
+    return Findings(
         studies=tuple(sources),
-        results=tuple(found),
+        results=tuple(results),
         curves=tuple(curves),
         slopes=tuple(measure.slopes_of(curves)),
-        comparisons=tuple(measure.comparisons_of(found, curves)),
+        comparisons=tuple(measure.comparisons_of(results, curves)),
         fits=tuple(fits),
         critical=critical,
-        forecasts=tuple(forecasts.forecasts_of(fits, curves, found, critical)),
-        notes=tuple(notes + measure.notes_of(curves) + forecasts.notes_of(found)),
+        forecasts=tuple(forecasts.forecasts_of(fits, curves, results, critical)),
+        notes=(*notes, *noting.notes_of(results, curves)),
     )
-    return verdict.judge(findings)
-
-
-def rows_of_cells(findings: Findings) -> list[dict[str, Any]]:
-    """A table of all cells: what is one number each."""
-    left_out = {"evaluations", "losses", "logits", "logz", "spikes", "versions", "folder"}
-    rows = []
-    for result in findings.results:
-        row = {item.name: getattr(result, item.name) for item in fields(Result) if item.name not in left_out}
-        versions = " ".join(f"{name} {version}" for name, version in result.versions.items())
-        rows.append(row | {"spikes": len(result.spikes), "versions": versions, "folder": str(result.folder)})
-    return [{key: clean(value) for key, value in row.items()} for row in rows]
-
-
-def rows_of_curves(findings: Findings) -> list[dict[str, Any]]:
-    """A table of all curves: a row per learning rate."""
-    lists = [item.name for item in fields(Curve) if item.name in _ALONG]
-    alone = [item.name for item in fields(Curve) if item.name not in {*_ALONG, "lrs", "missing", "window"}]
-    rows = []
-    for curve in findings.curves:
-        shared = {name: getattr(curve, name) for name in alone}
-        for i, lr in enumerate(curve.lrs):
-            rows.append(shared | {"lr": lr} | {name: getattr(curve, name)[i] for name in lists})
-    return [{key: clean(value) for key, value in row.items()} for row in rows]
-
-
-_ALONG = {"loss", "low", "high", "seeds", "broken", "spikes", "loss_ratio", "logit_max", "grad_rms"}
 
 
 def evaluate(coefficients: Sequence[float], x: float) -> float:
@@ -293,7 +297,7 @@ def evaluate(coefficients: Sequence[float], x: float) -> float:
 
 
 def power10(x: float) -> float:
-    """10^x, infinite where a float ends: extrapolations go anywhere."""
+    """10^x, infinite where a float overflows: extrapolations may go anywhere."""
     return 10.0**x if x < 308 else math.inf
 
 
@@ -308,4 +312,6 @@ def clean(value: Any) -> Any:
         return [clean(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, Enum):
+        return value.value
     return str(value) if isinstance(value, Path) else value

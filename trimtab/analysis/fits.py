@@ -1,11 +1,11 @@
-"""How a signal grows with size: a polynomial of its logarithm over that of the parameters, per arm and learning rate.
+"""How a signal grows with size: a polynomial in log-log coordinates, per arm and learning rate.
 
-    fit         log10 signal over log10 params: a line through two or three sizes, a parabola through four and more
-    refits      the same with one seed alone, and with one size left out: how far they go apart is the uncertainty
+    fit         log10 signal over log10 params: a line for two or three sizes, a parabola for four and more
+    refits      the same with one seed alone, and with one size left out: their range is the uncertainty
     back-test   the largest size predicted from the smaller ones, as a factor
 
 Signals are the largest attention logit and the gradient of the first MLP matrix. Wortsman et al. 2023b, section 3.4,
-fit parabolas to many more sizes; through three points one would have no error at all, and no use.
+fit parabolas to many more sizes; a parabola through three points has no residual.
 """
 
 import math
@@ -15,8 +15,8 @@ import numpy as np
 
 from trimtab.analysis.findings import Backtest, Fit, Result, Signal, evaluate
 from trimtab.analysis.measure import geometric_mean
+from trimtab.analysis.thresholds import HORIZON
 
-HORIZON = 4.0  # powers of ten beyond the largest size that are looked at
 _SIGNALS: tuple[Signal, ...] = ("logit_max", "grad_rms")
 Point = tuple[int, int, float]  # params, seed, value
 
@@ -67,7 +67,7 @@ def _means(points: Sequence[Point]) -> tuple[list[int], list[float]]:
 
 
 def _refits(points: Sequence[Point]) -> list[tuple[float, ...]]:
-    """With each seed alone, and with each size left out, as far as two sizes remain."""
+    """With each seed alone, and with each size left out, if two sizes remain."""
     seeds = sorted({seed for _, seed, _ in points})
     parts = [[point for point in points if point[1] == seed] for seed in seeds] if len(seeds) > 1 else []
     parts += [[point for point in points if point[0] != size] for size in sorted({point[0] for point in points})]
@@ -75,7 +75,7 @@ def _refits(points: Sequence[Point]) -> list[tuple[float, ...]]:
 
 
 def _spread(points: Sequence[Point], coefficients: Sequence[float]) -> float:
-    """What is left of single runs, in decades, corrected for what the fit has used up; 0 if it used up everything."""
+    """Residual standard deviation of single runs in decades; 0 without a degree of freedom."""
     left = [math.log10(value) - evaluate(coefficients, math.log10(params)) for params, _, value in points]
     free = len(points) - len(coefficients)
     return math.sqrt(sum(x * x for x in left) / free) if free > 0 else 0.0
@@ -106,5 +106,5 @@ def crossing(above: Callable[[float], float], fit: Fit) -> float | None:
 
 
 def shrink(grad_rms: float, eps: float) -> float:
-    """What eps leaves of an update: 1 is all of it."""
+    """The share of an update that remains with eps: r / (r + eps)."""
     return grad_rms / (grad_rms + eps) if grad_rms + eps > 0 else math.nan

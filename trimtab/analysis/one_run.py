@@ -1,29 +1,28 @@
-"""What the log of a finished run shows: did RMS_t see the loss spikes coming, and where did they begin?
+"""One finished run: do RMS spikes predict its loss spikes, and in which tensor do they start?
 
-    print(analyze("runs/gpt"))                 everything below, as text
-    lead_times(run)                            per tensor: spikes, how many were announced, chance, lead in steps
-    first_spikes(run)                          per loss spike: the tensor that spiked first
-    loss_ratios(losses)                        how often and how far the loss was above its best (Li et al. 2022)
-    correlations(run)                          of that ratio with the second moments, with p-values
+    lead_times(run)       per tensor: loss spikes, how many its RMS spikes predicted, chance, lead in steps
+    first_spikes(run)     per loss spike: the tensor that spiked first
+    loss_ratios(losses)   how often and how far the loss was above its best (Li et al. 2022)
+    correlations(run)     of that ratio with the second moments, with p-values
+    analyze(run)          all of it
 
-A table over many tensors holds small p-values by luck alone: with a hundred tensors one in a hundred is expected.
-`ANY` takes all tensors together and is the row that an alarm on any of them must answer for.
+A table over many tensors contains small p-values by chance: with a hundred tensors, one below 0.01 is expected. The row
+`ANY` is about all tensors together, as an alarm on any tensor is.
 """
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from trimtab.analysis.chance import Correlation, binomial_tail, pearson
 from trimtab.analysis.spikes import (
     PAPER,
-    Floats,
-    Ints,
     SpikeRules,
     chance_rate,
     explain_spikes,
@@ -33,42 +32,37 @@ from trimtab.analysis.spikes import (
     rms_spikes,
     running_range,
 )
-from trimtab.runs.reader import Run, read_run
+from trimtab.extras import load_extra
+from trimtab.runs.reader import Floats, Ints, Run, read_run
 
 ANY = "any tensor"
-LIMITS = (1.1, 1.2, 1.5)  # of the loss ratio; the paper counts the steps above the second
+
+
+class Correlation(NamedTuple):
+    r: float
+    p: float  # two-sided, as if the pairs were independent
+    pairs: int  # in which both are finite
 
 
 @dataclass(frozen=True)
 class LeadTime:
-    """How well the RMS spikes of one tensor announce the loss spikes of the run."""
+    """How well the RMS spikes of one tensor predict the loss spikes of the run."""
 
     name: str
     rms_spikes: list[int]
     loss_spikes: list[int]
-    leads: list[int]  # steps from RMS spike to loss spike, one per loss spike that was announced
-    false_alarms: int  # RMS spikes that no loss spike followed
-    chance: float  # share of the loss spikes that a blind guess would announce
+    leads: list[int]  # steps from RMS spike to loss spike, one per predicted loss spike
+    false_alarms: int  # RMS spikes without a loss spike after them
+    chance: float  # expected share of predicted loss spikes if the two were unrelated
+    p: float  # probability that chance predicts as many
 
     @property
     def explained(self) -> int:
         return len(self.leads)
 
     @property
-    def p(self) -> float:
-        """How likely chance would announce as many."""
-        return binomial_tail(self.explained, len(self.loss_spikes), self.chance)
-
-    @property
     def median_lead(self) -> float | None:
         return statistics.median(self.leads) if self.leads else None
-
-    def __str__(self) -> str:
-        lead = "" if self.median_lead is None else f", {self.median_lead:g} steps before (median)"
-        return (
-            f"{self.name}: {self.explained} of {len(self.loss_spikes)} loss spikes announced{lead}; chance "
-            f"{self.chance:.2%}, p {self.p:.2g}; {self.false_alarms} of {len(self.rms_spikes)} RMS spikes false"
-        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class FirstSpike:
 
     @property
     def lead(self) -> int | None:
-        """Steps from the first tensor's spike to where the loss begins to rise; 0 or less if that came first."""
+        """Steps from the first tensor's spike to where the loss begins to rise; 0 or less if the loss was first."""
         return self.step - self.tensors[0][1] if self.tensors else None
 
 
@@ -96,7 +90,7 @@ class LossRatios:
     """Loss over the best loss of all steps before; infinite where the loss is not finite."""
 
     ratios: Floats
-    floor: float  # noise: the ratio that one step in twenty of the last fifth exceeds
+    floor: float  # noise: the 95th percentile over the last fifth of the run
 
     @property
     def highest(self) -> float:
@@ -105,54 +99,38 @@ class LossRatios:
     def above(self, limit: float) -> int:
         return int((self.ratios > limit).sum())
 
-    def __str__(self) -> str:
-        counts = ", ".join(
-            f"{self.above(limit)} steps ({self.above(limit) / max(1, len(self.ratios)):.1%}) above {limit}"
-            for limit in LIMITS
-        )
-        return f"loss ratio: {counts}; highest {self.highest:.3f}; noise at the end {self.floor:.3f}"
-
 
 @dataclass(frozen=True)
 class Analysis:
     rules: SpikeRules
-    lead_times: list[LeadTime]  # ANY first, then tensors, the most telling first
+    lead_times: list[LeadTime]  # ANY first, then tensors by p
     first_spikes: list[FirstSpike]
     ratios: LossRatios
     correlations: dict[str, Correlation] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        together, *tensors = self.lead_times
-        telling = [row for row in tensors if row.explained][:8]
-        lines = [str(together), *map(str, telling)]
-        if len(tensors) > len(telling):
-            lines.append(f"... and {len(tensors) - len(telling)} tensors with RMS spikes more")
-        for spike in self.first_spikes:
-            first = ", ".join(f"{name} {rms:.2f} at {step}" for name, step, rms in spike.tensors[:3]) or "no RMS spike"
-            peak = f"{spike.peak[1]:.4g} at {spike.peak[0]}, usual {spike.usual[0]:.4g}"
-            lines.append(f"loss spike at {spike.step}: {peak}; before the peak {first}")
-        lines.append(str(self.ratios))
-        for name, (r, p, pairs) in self.correlations.items():
-            lines.append(f"loss ratio and {name}: Pearson {r:.3f}, p {p:.2g}, {pairs} steps")
-        return "\n".join(lines)
-
 
 def analyze(run: Run | str | Path, rules: SpikeRules | None = None) -> Analysis:
-    """All of it. Without `rules` the paper's, fitted to short runs."""
+    """All of the above. The default rules are the paper's, fitted to short runs."""
     run = run if isinstance(run, Run) else read_run(run)
-    steps, losses = losses_of(run)
-    rules = rules or PAPER.fitted(int(steps[-1]) if len(steps) else 0)
-    return Analysis(rules, lead_times(run, rules), first_spikes(run, rules), loss_ratios(losses), correlations(run))
+    rules = rules or rules_for(run)
+    ratios = loss_ratios(losses_of(run)[1])
+    return Analysis(rules, lead_times(run, rules), first_spikes(run, rules), ratios, correlations(run))
+
+
+def rules_for(run: Run) -> SpikeRules:
+    """The paper's rules, fitted to the length of the run."""
+    steps, _ = losses_of(run)
+    return PAPER.fitted(int(steps[-1]) if len(steps) else 0)
 
 
 def losses_of(run: Run) -> tuple[Ints, Floats]:
     """Steps and losses from the log, or from the signals of a loop that writes no log."""
     source = run.log if len(run.log.steps) else run.signals
-    return source.steps, source.column("loss")
+    return source.steps, source.loss
 
 
 def lead_times(run: Run, rules: SpikeRules = PAPER) -> list[LeadTime]:
-    """A row for the spikes of all tensors, then one per tensor that spiked, the least likely by chance first."""
+    """A row for the spikes of all tensors, then one per tensor that spiked, the smallest p first."""
     steps, losses = losses_of(run)
     late = loss_spikes(steps, losses, rules)
     watched, by_tensor = rms_of(run)
@@ -167,25 +145,39 @@ def lead_time(name: str, early: list[int], late: list[int], steps: ArrayLike, ru
     causes = explain_spikes(late, early, rules)
     leads = [step - cause for step, cause in zip(late, causes, strict=True) if cause is not None]
     useful = {cause for cause in early for step in late if rules.lead[0] <= step - cause <= rules.lead[1]}
-    return LeadTime(name, early, late, leads, len(early) - len(useful), chance_rate(early, steps, rules))
+    chance = chance_rate(early, steps, rules)
+    p = binomial_tail(len(leads), len(late), chance)
+    return LeadTime(name, early, late, leads, len(early) - len(useful), chance, p)
 
 
 def first_spikes(run: Run, rules: SpikeRules = PAPER) -> list[FirstSpike]:
-    """For every loss spike, who spiked before its peak."""
+    """For every loss spike, the tensors that spiked before its peak."""
     steps, losses = losses_of(run)
     mean, deviation = running_range(losses, rules.window)
-    watched, by_tensor = rms_of(run)
     found = []
     for span in loss_spans(steps, losses, rules):
         place = int(np.searchsorted(steps, span[0]))
-        usual = (float(mean[place]), float(deviation[place]))
         peak = find_peak(steps, losses, span, rules)
-        found.append(FirstSpike(span[0], usual, peak, _before(span[0], peak[0], watched, by_tensor, rules)))
+        # From the longest lead before the onset to just before the peak.
+        tensors = first_above(run, (span[0] - rules.lead[1], peak[0] - rules.lead[0]), rules.rms)
+        found.append(FirstSpike(span[0], (float(mean[place]), float(deviation[place])), peak, tensors))
     return found
 
 
+def first_above(run: Run, span: tuple[int, int], limit: float) -> list[tuple[str, int, float]]:
+    """Tensors with RMS_t >= `limit` in a span of steps: name, first step, RMS_t there; the earliest first."""
+    watched, by_tensor = rms_of(run)
+    near = (watched >= span[0]) & (watched <= span[1])
+    found = []
+    for name, rms in by_tensor.items():
+        high = np.flatnonzero(near & (np.nan_to_num(rms, nan=0.0) >= limit))
+        if len(high):
+            found.append((name, int(watched[high[0]]), float(rms[high[0]])))
+    return sorted(found, key=lambda row: (row[1], -row[2]))
+
+
 def loss_ratios(losses: Sequence[float] | Floats) -> LossRatios:
-    """1 at the first step; a step whose loss is not finite counts as infinitely bad and never as the best."""
+    """1 at the first step; a loss that is not finite has ratio infinity and is never the best."""
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
     best = np.minimum.accumulate(np.concatenate([[np.inf], np.where(finite, values, np.inf)]))[:-1]
@@ -194,7 +186,7 @@ def loss_ratios(losses: Sequence[float] | Floats) -> LossRatios:
     ratios = np.where(finite, ratios, np.inf)
     tail = ratios[len(ratios) - len(ratios) // 5 :]
     tail = tail[np.isfinite(tail)]
-    return LossRatios(ratios, float(np.quantile(tail, 0.95)) if len(tail) else float("nan"))
+    return LossRatios(ratios, float(np.quantile(tail, 0.95)) if len(tail) else math.nan)
 
 
 def correlations(run: Run, names: Sequence[str] = ("var_l1", "var_max")) -> dict[str, Correlation]:
@@ -202,26 +194,43 @@ def correlations(run: Run, names: Sequence[str] = ("var_l1", "var_max")) -> dict
     steps, losses = losses_of(run)
     ratio_at = dict(zip(steps.tolist(), loss_ratios(losses).ratios.tolist(), strict=True))
     ratios = np.array([ratio_at.get(step, np.nan) for step in run.signals.steps.tolist()])
-    present = [name for name in names if f"totals/{name}" in run.signals.names]
-    return {name: pearson(ratios, run.signals.column(f"totals/{name}")) for name in present}
+    return {name: pearson(ratios, run.signals.total(name)) for name in names if name in run.signals.totals}
 
 
 def rms_of(run: Run) -> tuple[Ints, Mapping[str, Floats]]:
-    """Steps and RMS_t by tensor; of a run that was not watched only the largest, if its optimizer measured it."""
-    by_tensor = run.tensors("rms")
-    if by_tensor:
+    """Steps and RMS_t by tensor; of a run without signals only the largest, if its optimizer measured it."""
+    if by_tensor := run.signals.tensors("rms"):
         return run.signals.steps, by_tensor
-    return run.log.steps, {"rms_max": run.log.column("rms_max")} if "rms_max" in run.log.names else {}
+    largest = run.log.rms_max
+    return run.log.steps, {} if np.isnan(largest).all() else {"rms_max": largest}
 
 
-def _before(
-    onset: int, peak: int, watched: Ints, by_tensor: Mapping[str, Floats], rules: SpikeRules
-) -> list[tuple[str, int, float]]:
-    """Tensors above the threshold from the longest lead before the onset to just before the peak, at their first."""
-    near = (watched >= onset - rules.lead[1]) & (watched <= peak - rules.lead[0])
-    found = []
-    for name, rms in by_tensor.items():
-        high = np.flatnonzero(near & (np.nan_to_num(rms, nan=0.0) >= rules.rms))
-        if len(high):
-            found.append((name, int(watched[high[0]]), float(rms[high[0]])))
-    return sorted(found, key=lambda row: (row[1], -row[2]))
+def binomial_tail(hits: int, tries: int, rate: float) -> float:
+    """P(X >= hits) in `tries` tries that succeed at `rate` each."""
+    if hits <= 0:
+        return 1.0
+    special = load_extra("scipy.special", extra="lab", purpose="the p-value of a prediction")
+    return 0.0 if hits > tries else float(special.bdtrc(hits - 1, tries, rate))
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> Correlation:
+    """Correlation of two series where both are finite; NaN with fewer than three pairs or if one does not vary.
+
+    Steps of a run are not independent, so p is too small: use it to rank results only.
+    """
+    a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    both = np.isfinite(a) & np.isfinite(b)
+    a, b = a[both], b[both]
+    if len(a) < 3 or not (_varies(a) and _varies(b)):
+        return Correlation(math.nan, math.nan, len(a))
+    stats = load_extra("scipy.stats", extra="lab", purpose="the correlation of two signals")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nearly constant series
+        # Scaled first: squares of large values would overflow.
+        r, p = stats.pearsonr(a / np.abs(a).max(), b / np.abs(b).max())
+    return Correlation(float(r), float(p), len(a))
+
+
+def _varies(x: Floats) -> bool:
+    """By more than rounding."""
+    return bool(np.ptp(x / (np.abs(x).max() or 1.0)) > 1e-14)

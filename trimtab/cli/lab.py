@@ -142,14 +142,14 @@ def _write_page(folders: list[str], page: Path | None, command: str, question: s
     from trimtab.analysis.findings import read
     from trimtab.lab.questions import QUESTIONS
     from trimtab.lab.store import fetch, publish
-    from trimtab.report import write_report
+    from trimtab.report import notes_words, verdict_words, write_report
 
     places = [fetch(folder) for folder in folders]
     findings = read(places)
     written = write_report(findings, page or places[0] / "report.html", commands=[command])
     if page is None:
         publish(folders[0], *(path.name for path in places[0].iterdir() if path.suffix in (".html", ".csv", ".json")))
-    print("\n" + "\n".join([*findings.verdict, *(f"note: {note}" for note in findings.notes)]))
+    print("\n" + "\n".join([*verdict_words(findings), *(f"note: {note}" for note in notes_words(findings))]))
     if question in QUESTIONS:
         marks = {True: "yes", False: "NO", None: "unknown"}
         checks = QUESTIONS[question].answer(findings)
@@ -201,9 +201,10 @@ def _predict(folder: str, params: float, lr: float | None, arm: str | None, *, a
     from trimtab.analysis.findings import read
     from trimtab.analysis.predict import predict_size
     from trimtab.lab.store import fetch
+    from trimtab.report import prediction_json, prediction_words
 
     prediction = predict_size(read([fetch(folder)]), params, lr, arm)
-    print(json.dumps(prediction.to_json(), indent=1) if as_json else "\n".join(prediction.words))
+    print(json.dumps(prediction_json(prediction), indent=1) if as_json else "\n".join(prediction_words(prediction)))
     return 0
 
 

@@ -1,12 +1,18 @@
-"""The one page a person wants to read: what a study found, as a file that needs nothing but a browser.
+"""What people see: the page of a study, its verdict, notes and predictions, and the explanation of one run.
 
-    findings --charts, tables--> report.html     and every number as findings.json, cells.csv, curves.csv, fits.csv
+All sentences, charts and HTML are here, made from `trimtab.analysis` alone.
 
-`page` lays it out, `charts`, `growth` and `training` draw, `tables` lists, `words` writes numbers as people do and
-escapes what strangers wrote, `files` puts all on disk. Colours live in style.css alone: a chart names a colour
-(`--ink`), page.js looks it up, and so one chart serves a light page, a dark one and a printed one.
+    page       render: sections, from charts, growth, training (figures) and tables, by templates/page.html
+    verdict    the verdict in sentences; sentences: single facts; explain: one run; numbers: numbers as text
+    files      the page's numbers as findings.json, cells.csv, curves.csv and fits.csv
+    live       a running training on the terminal
+
+Colours are in style.css only: a chart names a colour (`--ink`) and page.js inserts its value, so that one chart serves
+a light page, a dark one and a printed one.
 """
 
-from trimtab.report.page import write_report
+from trimtab.report.page import load_drawing, write_report
+from trimtab.report.sentences import notes_words, prediction_json, prediction_words
+from trimtab.report.verdict import verdict_words
 
-__all__ = ["write_report"]
+__all__ = ["load_drawing", "notes_words", "prediction_json", "prediction_words", "verdict_words", "write_report"]

@@ -1,25 +1,23 @@
-"""The frame of every chart: one font, quiet grids, ticks that are numbers people write.
-
-Logarithmic axes get their ticks by hand: plotly would say 10^-3.5 where a person says 0.0003.
-"""
+"""The frame of every chart: font, grid, axes. Logarithmic axes have their own ticks: 0.0003 instead of 10^-3.5."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trimtab.report.layout import Figure
-from trimtab.report.numbers import count, number, tick
+from trimtab.report.numbers import count, number
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 Range = tuple[float, float]
+Trace = dict[str, Any]
 
 
 def figure(
-    traces: list[dict[str, Any]], *, x: dict[str, Any], y: dict[str, Any], unit: str, right: int = 12, **layout: Any
+    traces: list[Trace], *, x: dict[str, Any], y: dict[str, Any], unit: str, right: int = 12, **layout: Any
 ) -> Figure:
-    """A chart whose vertical axis is named above it, where it is read first and costs no width."""
+    """A chart with the name of its vertical axis above it, where it takes no width."""
     place = {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
-    named = {"text": unit, **place, "pad": {"t": 6}, "font": {"color": "--muted", "size": 12.5}}
+    hover = {"bgcolor": "--card", "bordercolor": "--muted", "align": "left"}
     return {
         "data": traces,
         "layout": {
@@ -31,62 +29,60 @@ def figure(
             "hovermode": "closest",
             "hoverdistance": 24,
             "showlegend": False,
-            "hoverlabel": {
-                "bgcolor": "--card",
-                "bordercolor": "--muted",
-                "align": "left",
-                "font": {"family": FONT, "size": 13, "color": "--ink"},
-            },
+            "hoverlabel": {**hover, "font": {"family": FONT, "size": 13, "color": "--ink"}},
             "xaxis": x,
             "yaxis": y,
-            "title": named,
+            "title": {"text": unit, **place, "pad": {"t": 6}, "font": {"color": "--muted", "size": 12.5}},
             **layout,
         },
     }
 
 
+def scatter(mode: str, x: Sequence[Any], y: Sequence[Any], group: str, **more: Any) -> Trace:
+    """Lines or markers; the legend's button of the same `group` hides them."""
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "legendgroup": group, **more}
+
+
+def hover(texts: str | list[str], more: str = "") -> dict[str, Any]:
+    return {"text": texts, "hovertemplate": f"%{{text}}{more}<extra></extra>"}
+
+
+def run_marker(colour: str, fails: list[bool], sizes: list[float]) -> dict[str, Any]:
+    """Circles for stable runs, crosses for those that diverge."""
+    symbols = ["x-thin" if bad else "circle" for bad in fails]
+    return {"color": colour, "opacity": 1, "size": sizes, "symbol": symbols, "line": {"width": 2, "color": colour}}
+
+
 def axis(title: str = "", **more: Any) -> dict[str, Any]:
-    return {
-        "title": {"text": title, "standoff": 10, "font": {"size": 12.5}},
-        "gridcolor": "--grid",
-        "linecolor": "--line",
-        "zeroline": False,
-        "showline": False,
-        "ticks": "",
-        "automargin": True,
-        **more,
-    }
+    named = {"title": {"text": title, "standoff": 10, "font": {"size": 12.5}}, "automargin": True}
+    lines = {"gridcolor": "--grid", "linecolor": "--line", "zeroline": False, "showline": False, "ticks": ""}
+    return {**named, **lines, **more}
 
 
 def log_axis(
     ends: Range, ticks: Iterable[float], title: str = "", *, say: Callable[[float], str] = number
 ) -> dict[str, Any]:
     at = [x for x in ticks if ends[0] <= x <= ends[1]]
-    text = [say(x) for x in at]
-    shown = [math.log10(end) for end in ends]
-    return axis(title, type="log", range=shown, tickvals=at, ticktext=text, tickangle=0, minor={"showgrid": False})
+    shown = {"range": [math.log10(end) for end in ends], "tickvals": at, "ticktext": [say(x) for x in at]}
+    return axis(title, type="log", **shown, tickangle=0, minor={"showgrid": False})
 
 
 def lr_axis(lrs: Sequence[float]) -> dict[str, Any]:
-    """Every learning rate of the grid is a tick, and every second one where they would touch."""
+    """Every learning rate of the grid is a tick; of many, every second or third."""
     ends = (min(lrs) / 1.5, max(lrs) * 1.5)
     many = -(-len(lrs) // 7)
     return log_axis(ends, sorted(lrs)[::-1][::many][::-1], "learning rate")
 
 
 def params_axis(ends: Range, sizes: Iterable[float]) -> dict[str, Any]:
-    """Over many decades ticks are powers of ten; over few, the sizes themselves where they keep their distance."""
+    """Over many decades the ticks are powers of ten; over few, the sizes themselves unless they are too close."""
     if ends[1] / ends[0] > 300:
-        return log_axis(ends, decades(ends, most=7), "parameters", say=tick)
-    kept: list[float] = []
-    for size in sorted(set(sizes), reverse=True):
-        if not kept or math.log(kept[-1] / size) > math.log(ends[1] / ends[0]) / 8:
-            kept.append(size)
-    return log_axis(ends, kept, "parameters", say=tick)
+        return log_axis(ends, decades(ends, most=7), "parameters", say=count)
+    return log_axis(ends, _apart(sorted(set(sizes), reverse=True), ends, 8), "parameters", say=count)
 
 
 def loss_axis(ends: Range) -> dict[str, Any]:
-    """Losses are positive and read as numbers: logarithmic, with round ticks; plain where one is not positive."""
+    """Logarithmic with round ticks; linear if a loss is not positive."""
     if ends[0] <= 0:
         return axis(range=list(ends), nticks=6)
     if ends[1] / ends[0] > 100:
@@ -98,17 +94,21 @@ def loss_axis(ends: Range) -> dict[str, Any]:
 
 
 def _multiples(step: float, ends: Range) -> list[float]:
-    """Those of a step between two ends that keep a distance on a logarithmic axis, from the largest down."""
+    values = (step * i for i in range(int(ends[1] / step), math.ceil(ends[0] / step) - 1, -1))
+    return _apart([x for x in values if x > 0], ends, 12)[::-1]
+
+
+def _apart(values: Iterable[float], ends: Range, most: int) -> list[float]:
+    """Of falling values, those at least 1/`most` of a logarithmic axis apart."""
     kept: list[float] = []
-    for i in range(int(ends[1] / step), math.ceil(ends[0] / step) - 1, -1):
-        x = step * i
-        if x > 0 and (not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / 12):
+    for x in values:
+        if not kept or math.log(kept[-1] / x) > math.log(ends[1] / ends[0]) / most:
             kept.append(x)
-    return kept[::-1]
+    return kept
 
 
-def roomy(low: float, high: float) -> Range:
-    """Two losses with a little room around them; a positive one stays positive."""
+def with_margin(low: float, high: float) -> Range:
+    """Two losses with a margin; a positive one stays positive."""
     if low > 0:
         room = max((high / low) ** 0.08, 1.01)
         return low / room, high * room
@@ -117,36 +117,36 @@ def roomy(low: float, high: float) -> Range:
 
 
 def value_axis(ends: Range) -> dict[str, Any]:
-    return log_axis(ends, decades(ends, most=8), say=_short)
+    def say(x: float) -> str:
+        return count(x, 2) if x >= 1 else number(x) if x > 5e-4 else f"{x:.0e}".replace("e-0", "e-")
+
+    return log_axis(ends, decades(ends, most=8), say=say)
 
 
 def decades(ends: Range, most: int) -> list[float]:
-    """Powers of ten between two ends, every so many that there are not too many."""
+    """At most `most` powers of ten between two ends, equally spaced."""
     first, last = math.ceil(math.log10(ends[0]) - 1e-9), math.floor(math.log10(ends[1]) + 1e-9)
     step = max(1, math.ceil((last - first + 1) / most))
     return [10.0**power for power in range(first, last + 1, step)]
 
 
 def wider(values: Iterable[float], below: float, above: float) -> Range:
-    """From the smallest to the largest positive value, and so many times more on either side."""
+    """The range of the positive values, widened by a factor on either side."""
     good = [x for x in values if math.isfinite(x) and x > 0]
     return min(good) / below, max(good) * above
 
 
 def note(text: str, x: float, y: float, **more: Any) -> dict[str, Any]:
-    """Words at a place given as shares of the chart."""
+    """Text at a position given as shares of the chart."""
     place = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False}
     return {"text": text, "x": x, "y": y, **place, "font": {"size": 12, "color": "--muted"}, **more}
 
 
+def horizontal(y: float, colour: str, **line: Any) -> dict[str, Any]:
+    ends = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "layer": "between"}
+    return {**ends, "line": {"color": colour, **line}}
+
+
 def share(x: float, ends: Range) -> float:
-    """Where on a logarithmic axis a value is: 0 at its beginning, 1 at its end."""
+    """The position of a value on a logarithmic axis: 0 at its start, 1 at its end."""
     return (math.log10(x) - math.log10(ends[0])) / (math.log10(ends[1]) - math.log10(ends[0]))
-
-
-def _short(x: float) -> str:
-    """10 thousand is too wide beside an axis; 10k is not."""
-    text = count(x, 2) if x >= 1 else number(x) if x > 5e-4 else f"{x:.0e}".replace("e-0", "e-")
-    for word, letter in ((" thousand", "k"), (" million", "M"), (" billion", "B"), (" trillion", "T")):
-        text = text.replace(word, letter)
-    return text

@@ -1,8 +1,7 @@
 """What all charts share: the order of arms, sizes and learning rates, and the colour of each.
 
-Sizes and learning rates are ordered, so each has one scale from its smallest to its largest; arms are not, so each has
-a colour of its own. Scales are samples of a few anchors, chosen to be told apart by colour-blind readers (lightness
-alone orders them), light and dark page apart.
+Sizes and learning rates are ordered, so each has one colour scale; arms are not, so each has a colour of its own. A
+scale interpolates between a few anchors that colour-blind readers can distinguish, because their lightness is ordered.
 """
 
 import math
@@ -13,15 +12,23 @@ from typing import Any
 
 from trimtab.analysis.findings import Curve, Findings, Result
 from trimtab.analysis.measure import run_fails
-from trimtab.report.numbers import count, html, label, number
+from trimtab.report.numbers import count, label, number, params
 
 ARMS = 7  # colours of style.css
-_RAMPS = {
+_RAMPS = {  # light page, dark page
     "size": (("#2fa08f", "#1f78a4", "#34358a", "#1d1440"), ("#5b83d6", "#41b8c4", "#9fe3b1", "#f4f7c5")),
     "lr": (("#bf8210", "#d65f1f", "#b52a5d", "#5b1a70"), ("#9a78e0", "#e2679a", "#fb9d5c", "#ffe27a")),
 }
 Figure = dict[str, Any]
 Panel = tuple[str, str]  # study, arm
+
+
+@dataclass(frozen=True)
+class Legend:
+    """Buttons that show or hide lines: key, text, colour."""
+
+    title: str
+    items: list[tuple[str, str, str]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class View:
 
     @cached_property
     def _curves(self) -> dict[tuple[str, str, str], Curve]:
-        return {(curve.study, curve.arm, curve.size): curve for curve in self.findings.curves}
+        return {curve.key: curve for curve in self.findings.curves}
 
     def params(self, size: str) -> float:
         return self._params.get(size, math.inf)
@@ -55,8 +62,13 @@ class View:
     def curve(self, result: Result) -> Curve | None:
         return self._curves.get((result.study, result.arm, result.size))
 
+    def curves(self, panel: Panel) -> list[Curve]:
+        """The curves of an arm, the smallest size first."""
+        found = [curve for curve in self.findings.curves if (curve.study, curve.arm) == panel]
+        return sorted(found, key=lambda curve: self.params(curve.size))
+
     def fails(self, result: Result) -> bool:
-        """It lost what training had gained, or broke off."""
+        """The run diverged, or stopped early."""
         curve = self.curve(result)
         return result.finished and (math.isinf(result.loss) or (curve is not None and run_fails(result, curve)))
 
@@ -64,22 +76,16 @@ class View:
         return [result for result in self.findings.results if (result.study, result.arm) == panel]
 
     def title(self, panel: Panel) -> str:
-        """The arm, with its study where there are several."""
+        """The arm, with its study if there are several."""
         several = len({study for study, _ in self.panels}) > 1
         return f"{panel[0]} · {panel[1]}" if several else panel[1]
 
-    def switches(self, panel: Panel) -> list[str]:
-        """What the arm changes, if its study says so. study.json may hold anything by now."""
-        for source in self.findings.studies:
-            arms = source.data.get("arms") if source.name == panel[0] else None
-            for arm in arms if isinstance(arms, list) else []:
-                if isinstance(arm, dict) and arm.get("name") == panel[1] and isinstance(arm.get("switches"), list):
-                    return [str(switch) for switch in arm["switches"]]
-        return []
+    def switches(self, panel: Panel) -> str:
+        found = (source.switches(panel[1]) for source in self.findings.studies if source.name == panel[0])
+        return ", ".join(next(found, ()))
 
     def size_words(self, size: str) -> str:
-        params = self._params.get(size)
-        return f"{size} ({count(params)})" if params else size
+        return f"{size} ({count(self._params[size])})" if size in self._params else size
 
     def arm_colour(self, panel: Panel) -> str:
         return f"--arm-{self.panels.index(panel) % ARMS}"
@@ -91,26 +97,24 @@ class View:
         return f"--lr-{self.lrs.index(lr)}"
 
     def scales_css(self) -> str:
-        """The colours of sizes and learning rates, as variables beside those of style.css."""
+        """The colours of sizes and learning rates, as variables like those of style.css."""
         light, dark = ("".join(_variables(self, side)) for side in (0, 1))
-        dark_only = "@media screen and (prefers-color-scheme: dark)"
-        return f":root{{{light}}}{dark_only}{{:root:not([data-print]){{{dark}}}}}"
+        return f":root{{{light}}}@media screen and (prefers-color-scheme: dark){{:root:not([data-print]){{{dark}}}}}"
 
-    def size_legend(self) -> str:
-        return _legend("Size", [(f"size {size}", self.size_words(size), self.size_colour(size)) for size in self.sizes])
+    def size_legend(self) -> Legend:
+        return Legend("Size", [(f"size {size}", self.size_words(size), self.size_colour(size)) for size in self.sizes])
 
-    def arm_legend(self) -> str:
-        items = [(f"arm {i}", self.title(panel), self.arm_colour(panel)) for i, panel in enumerate(self.panels)]
-        return _legend("Arm", items)
+    def arm_legend(self) -> Legend:
+        return Legend("Arm", [(f"arm {i}", self.title(p), self.arm_colour(p)) for i, p in enumerate(self.panels)])
 
-    def lr_legend(self) -> str:
-        return _legend("Learning rate", [(f"lr {lr:g}", number(lr), self.lr_colour(lr)) for lr in self.lrs])
+    def lr_legend(self) -> Legend:
+        return Legend("Learning rate", [(f"lr {lr:g}", number(lr), self.lr_colour(lr)) for lr in self.lrs])
 
 
 def run_words(result: Result) -> str:
-    """What hovering over a run shows first: its name and where it stands in the grid."""
-    params = f" ({count(result.params)} parameters)" if result.params else ""
-    lines = [f"<b>{label(result.name)}</b>", f"{label(result.size)}{params}, {label(result.arm)}, seed {result.seed}"]
+    """The first lines of a run's hover text."""
+    size = f"{label(result.size)} ({params(result.params)})" if result.params else label(result.size)
+    lines = [f"<b>{label(result.name)}</b>", f"{size}, {label(result.arm)}, seed {result.seed}"]
     return "<br>".join([*lines, f"learning rate {number(result.lr)}"])
 
 
@@ -118,28 +122,14 @@ def sample(anchors: tuple[str, ...], share: float) -> str:
     """The colour at a share of the way from the first anchor to the last."""
     place = min(max(share, 0.0), 1.0) * (len(anchors) - 1)
     left = min(int(place), len(anchors) - 2)
-    mix = [
-        (1 - place + left) * a + (place - left) * b for a, b in zip(*map(_rgb, anchors[left : left + 2]), strict=True)
-    ]
+    ends = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in anchors[left : left + 2])
+    mix = [(1 - place + left) * a + (place - left) * b for a, b in zip(*ends, strict=True)]
     return "#" + "".join(f"{round(part):02x}" for part in mix)
-
-
-def _rgb(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
 
 
 def _variables(view: View, side: int) -> Iterable[str]:
     for name, many in (("size", len(view.sizes)), ("lr", len(view.lrs))):
         for i in range(many):
-            # Two of a kind are the middle of the scale's halves, not its ends.
+            # Few colours are taken from inside the scale, not from its ends.
             share = (i + 0.35) / (many - 0.3) if many < 4 else i / (many - 1)
             yield f"--{name}-{i}:{sample(_RAMPS[name][side], share)};"
-
-
-def _legend(title: str, items: list[tuple[str, str, str]]) -> str:
-    buttons = "".join(
-        f'<button type="button" aria-pressed="true" data-key="{html(key)}" style="--c:var({colour})">'
-        f"<i></i>{html(words)}</button>"
-        for key, words, colour in items
-    )
-    return f'<div class="legend" role="group" aria-label="{title}: show or hide"><span>{title}</span>{buttons}</div>'

@@ -1,7 +1,7 @@
-"""A live run on the terminal: `show("runs/gpt")` draws loss, signals by layer and alarms until the run ends.
+"""A running training on the terminal: `show("runs/gpt")` draws loss, signals by layer and alarms until the run ends.
 
-Reads only what was appended since the last look, and keeps a few hundred points per curve however long the run is: when
-a curve is full, neighbours are joined and the larger one stays, since spikes are what the eye is looking for.
+Each update reads only the lines that were appended since the last one. A curve keeps a few hundred points: when it is
+full, neighbours are merged into the larger one, so that spikes stay visible.
 """
 
 import json
@@ -20,15 +20,22 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.runs.reader import Lines, Record
+from trimtab.analysis.thresholds import RMS_SPIKE
+from trimtab.runs import Event, EventKind, Lines, RunFolder, SignalRecord
+from trimtab.runs.records import Json, LayerSignal, number
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-MISSING = "×"  # where there is no number
+MISSING = "×"  # not a number
 POINTS = 512
-RMS_LIMIT = 2.3
-LAYER_SIGNALS = ("logit_max", "entropy", "out_rms")
-LOUD = ("alarm", "skipped", "stopped", "checkpoint failed", "rolled back", "not rolled back", "resumed", "done")
-ENDS = ("stopped", "done")
+LAYER_SIGNALS: tuple[LayerSignal, ...] = ("logit_max", "entropy", "out_rms")
+QUIET = (EventKind.EVALUATED, EventKind.CHECKPOINT, EventKind.FORCED)  # events that are not shown
+ENDS = (EventKind.STOPPED, EventKind.DONE)
+STYLES = {
+    EventKind.ALARM: "yellow",
+    EventKind.SKIPPED: "red",
+    EventKind.STOPPED: "bold red",
+    EventKind.CHECKPOINT_FAILED: "red",
+}
 
 
 class Curve:
@@ -55,31 +62,34 @@ class Curve:
 
 
 class View:
-    """What there is to see of a run folder; `update` reads on, `render` draws."""
+    """The state of a run folder; `update` reads new lines, `render` draws."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder, self.paths = Path(folder), RunFolder(folder)
         if not self.folder.is_dir():
-            raise ValueError(f"{self.folder} is not a folder; give that of a run, like runs/gpt")
-        self._files = {name: Lines(self.folder / f"{name}.jsonl") for name in ("log", "signals", "events")}
-        self.curves: dict[tuple[str, str], Curve] = {}  # by layer and signal; the run itself is layer ""
-        self.record: Record = {}
-        self.news: deque[Record] = deque(maxlen=8)
+            raise ValueError(f"{self.folder} is not a folder; give the folder of a run, such as runs/gpt")
+        self._log, self._signals, self._events = (
+            Lines(path) for path in (self.paths.log, self.paths.signals, self.paths.events)
+        )
+        self.curves: dict[tuple[str, str], Curve] = {}  # by layer and signal; layer "" is the whole run
+        self.record: Json = {}
+        self.news: deque[Event] = deque(maxlen=8)
         self.alarms, self.ended = 0, False
 
     def update(self) -> None:
-        for record in self._files["log"].read():
-            self._add("", "loss", record.get("loss"))
-            self._add("", "grad_norm", record.get("grad_norm"))
+        for record in self._log.read():
+            for signal in ("loss", "grad_norm"):
+                if signal in record:
+                    self._add("", signal, number(record[signal]))
             self.record = record
-        for record in self._files["signals"].read():
-            self._add_signals(record)
-        for event in self._files["events"].read():
-            self.alarms += event.get("event") == "alarm"
-            if event.get("event") in LOUD:
+        for record in self._signals.read():
+            self._add_signals(SignalRecord.from_json(record))
+        for event in map(Event.from_json, self._events.read()):
+            self.alarms += event.kind == EventKind.ALARM
+            if event.kind not in QUIET:
                 self.news.append(event)
-            self.ended = event.get("event") in ENDS
-        self.ended |= (self.folder / "result.json").exists()
+            self.ended = event.kind in ENDS
+        self.ended |= self.paths.complete
 
     def render(self, width: int = 100, rows: int = 30) -> RenderableType:
         room = max(10, width - 40)
@@ -88,7 +98,8 @@ class View:
             parts.append(self._layers(width, rows))
         if self.news:
             lines = [
-                Text(_event_words(event), style=_style(event), no_wrap=True, overflow="ellipsis") for event in self.news
+                Text(event_words(e), style=STYLES.get(e.kind, ""), no_wrap=True, overflow="ellipsis")  # type: ignore[call-overload]
+                for e in self.news
             ]
             parts.append(Panel(Group(*lines), title=f"{self.alarms} alarms", title_align="left"))
         return Group(*parts)
@@ -110,7 +121,7 @@ class View:
                 yield Text(f"{signal:<10}{_short(curve.last):>10}  {curve.draw(room)}", no_wrap=True)
 
     def _layers(self, width: int, rows: int) -> Table:
-        """One row per layer, one column per signal that some layer has. The layers with the highest RMS_t stay."""
+        """A row per layer and a column per signal. If there are too many layers, those with the highest RMS_t."""
         signals = [s for s in ("rms", *LAYER_SIGNALS) if any(signal == s for _, signal in self.curves)]
         layers = list(dict.fromkeys(layer for layer, _ in self.curves if layer))
         shown = set(sorted(layers, key=self._alarming)[:rows])
@@ -131,27 +142,26 @@ class View:
         curve = self.curves.get((layer, signal))
         if curve is None:
             return Text("")
-        loud = not math.isfinite(curve.last) or (signal == "rms" and curve.last >= RMS_LIMIT)
+        loud = not math.isfinite(curve.last) or (signal == "rms" and curve.last >= RMS_SPIKE)
         return Text(f"{_short(curve.last):>9} {curve.draw(room)}", style="bold red" if loud else "", no_wrap=True)
 
-    def _add_signals(self, record: Record) -> None:
+    def _add_signals(self, record: SignalRecord) -> None:
         highest: dict[str, list[float]] = {}
-        for name, signals in _dicts(record.get("tensors")):
-            highest.setdefault(layer_of(name), []).append(_number(signals.get("rms")))
+        for name, signals in record.tensors.items():
+            highest.setdefault(layer_of(name), []).append(signals.get("rms", math.nan))
         for layer, values in highest.items():
             self._add(layer, "rms", _worst(values))
-        for name, signals in _dicts(record.get("layers")):
+        for name, signals in record.layers.items():
             for signal in LAYER_SIGNALS:
                 if signal in signals:
                     self._add(layer_of(name), signal, signals[signal])
 
-    def _add(self, layer: str, signal: str, value: Any) -> None:
-        if value is not None or signal != "grad_norm" or (layer, signal) in self.curves:
-            self.curves.setdefault((layer, signal), Curve()).add(_number(value))
+    def _add(self, layer: str, signal: str, value: float) -> None:
+        self.curves.setdefault((layer, signal), Curve()).add(value)
 
 
 def show(folder: str | Path, *, once: bool = False, every: float = 1.0, console: Console | None = None) -> None:
-    """Draw a run until it ends or Ctrl-C; once only if asked, or where the output is no terminal."""
+    """Draw a run until it ends or Ctrl-C; only once with `once`, or if the output is not a terminal."""
     console = console or Console()
     view = View(folder)
     view.update()
@@ -164,14 +174,14 @@ def show(folder: str | Path, *, once: bool = False, every: float = 1.0, console:
                 time.sleep(every)
                 view.update()
                 if view.ended:
-                    view.update()  # the log may have been read just before its last lines came
+                    view.update()  # the last lines of the log may have been written after it was read
                 live.update(view.render(console.width, _rows(console)), refresh=True)
     except KeyboardInterrupt:
         pass
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Bars from the lowest to the highest finite value; of what does not fit, the largest of neighbours."""
+    """Bars from the lowest to the highest finite value; if there are too many values, the largest of neighbours."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [_worst(values[a:b]) for a, b in pairwise(edges)]
@@ -190,16 +200,8 @@ def layer_of(name: str) -> str:
 
 
 def _worst(values: Sequence[float]) -> float:
-    """The largest, or NaN as soon as one is: what is not a number must not be hidden."""
+    """The largest, or NaN if one is NaN: it must stay visible."""
     return math.nan if any(math.isnan(value) for value in values) else max(values)
-
-
-def _dicts(values: Any) -> list[tuple[str, Record]]:
-    return [(k, v) for k, v in values.items() if isinstance(v, dict)] if isinstance(values, dict) else []
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _short(value: Any) -> str:
@@ -208,22 +210,17 @@ def _short(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _event_words(event: Record) -> str:
-    step = f"step {event.get('step', '?')}"
-    if event.get("event") == "alarm":
-        low, high = (*(event.get("usual") or ()), None, None)[:2]
-        usual = "" if low is None or high is None else f" (usually {_short(low)} to {_short(high)})"
-        value = f"{event.get('signal', '')} {_short(event.get('value'))}{usual}"
-        return f"{step}  {event.get('kind')}  {event.get('where', '')}  {value}. {event.get('advice', '')}"
-    rest = {k: v for k, v in event.items() if k not in ("event", "time", "step") and v not in (None, "")}
-    words = ", ".join(f"{k} {v if isinstance(v, str | int) else json.dumps(v)}" for k, v in rest.items())
-    return f"{step}  {event.get('event')}  {words}"
-
-
-def _style(event: Record) -> str:
-    return {"alarm": "yellow", "skipped": "red", "stopped": "bold red", "checkpoint failed": "red"}.get(
-        event["event"], ""
-    )
+def event_words(event: Event) -> str:
+    step = f"step {'?' if event.step is None else event.step}"
+    if event.kind == EventKind.ALARM:
+        alarm = event.alarm
+        low, high = alarm.usual
+        usual = "" if math.isnan(low) or math.isnan(high) else f" (usually {_short(low)} to {_short(high)})"
+        return f"{step}  {alarm.kind}  {alarm.where}  {alarm.signal} {_short(alarm.value)}{usual}. {alarm.advice}"
+    known = {"reason": event.reason, **event.values} | ({} if math.isnan(event.loss) else {"loss": event.loss})
+    shown = {key: value for key, value in known.items() if value not in (None, "")}
+    words = ", ".join(f"{k} {v if isinstance(v, str | int) else json.dumps(v)}" for k, v in shown.items())
+    return f"{step}  {event.kind}  {words}"
 
 
 def _rows(console: Console) -> int:

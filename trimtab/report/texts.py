@@ -1,57 +1,59 @@
-"""What the page says by itself, section by section: the word in the menu, the title, the lead, and what is missing."""
+"""The fixed texts of the page, by section: the word in the menu, the title, the lead, and the text if it is empty."""
 
 from dataclasses import dataclass
 
+from trimtab.analysis.thresholds import FAILS
+from trimtab.runs.folder import SIGNALS
+
 
 @dataclass(frozen=True)
-class Section:
+class Words:
     menu: str
     title: str
     lead: str = ""
     missing: str = ""
 
 
-SECTIONS = {
-    "learning-rates": Section(
+WORDS = {
+    "learning-rates": Words(
         "Learning rates",
         "Loss against learning rate",
-        "Validation loss after training, for every learning rate that was tried. A wide, flat valley forgives a wrong "
-        "choice.",
-        "No run has ended with a validation loss yet, so there is no curve to draw. It takes one finished run.",
+        "Validation loss at the end of training for every learning rate. A wide, flat minimum means that the learning "
+        "rate does not need to be exact. A learning rate counts as diverging if the final loss is higher than the best "
+        f"one by at least {FAILS:.0%} of the total improvement.",
+        "No run has a validation loss yet. One finished run is enough for a curve.",
     ),
-    "sensitivity": Section(
+    "sensitivity": Words(
         "Sensitivity",
         "Sensitivity against size",
-        "How much loss a wrong learning rate costs on average, over three decades of learning rates: 0 means that any "
-        "will do. What grows with the size here will be worse in a larger model.",
-        "Sensitivity needs finished runs at two or more learning rates of one arm and size; there are none yet.",
+        "The mean loss above the best one over three decades of learning rates; 0 means that every learning rate is as "
+        "good. If it grows with the size here, expect more in a larger model.",
+        "Sensitivity needs finished runs at two or more learning rates of one arm and size.",
     ),
-    "logits": Section(
+    "logits": Words(
         "Attention logits",
         "Attention logits against size",
-        "Large logits turn attention into a hard choice, and training fails. They grow with the size and the learning "
-        "rate, smoothly enough to see a failure coming while models are still fine.",
-        "No run has attention logits in its signals.jsonl, so nothing can be foretold from them. "
-        "They are watched where `watch.every` is above 0.",
+        "With large attention logits the softmax is nearly one-hot, and training diverges. They grow with the size and "
+        "the learning rate, so a fit over the sizes forecasts at which size a learning rate diverges.",
+        f"No run has attention logits in its {SIGNALS}, so there is no forecast. Set `watch.every` above 0.",
     ),
-    "gradients": Section(
+    "gradients": Words(
         "Gradients",
         "Gradients against ε",
-        "Adam divides by the size of the gradient plus ε. Gradients shrink as models grow; once they are as small as "
-        "ε, so are the updates. A smaller ε cures it.",
-        "No run has gradient sizes in its signals.jsonl, so they cannot be compared with ε. "
-        "They are watched where `watch.every` is above 0.",
+        "Adam divides by the gradient RMS plus ε. Gradients shrink as models grow. When they are as small as ε, the "
+        "updates shrink too. A smaller ε avoids it.",
+        f"No run has gradient norms in its {SIGNALS}, so they cannot be compared with ε. Set `watch.every` above 0.",
     ),
-    "training": Section(
+    "training": Words(
         "Training",
-        "Training, step by step",
-        "The loss of every run while it trained. Triangles mark spikes. What rises above the chart has left it; a "
-        "double click shows all.",
+        "Training loss",
+        "The training loss of every run. Triangles mark loss spikes. Losses above the chart are cut off; double-click "
+        "to show all.",
         "No run has logged a training loss yet.",
     ),
-    "runs": Section("Every run", "Every run", missing="There are no runs yet."),
-    "made": Section("How it was made", "How this page was made"),
+    "runs": Words("All runs", "All runs", missing="There are no runs yet."),
+    "made": Words("Reproduce", "How to reproduce this page"),
 }
-ABOVE_BEST = "Above best: what a run adds to the sensitivity of its curve, before the mean is taken."
-NO_PANEL = "No finished run shows this yet."
-NO_SCRIPT = "The charts need JavaScript, which is switched off here. Every number is in the tables and files below."
+ABOVE_BEST = "Above best: the loss above the best one of the same arm and size. Its mean is the sensitivity."
+NO_PANEL = "No finished run has these data yet."
+NO_SCRIPT = "The charts need JavaScript, which is disabled here. All numbers are in the tables and files below."

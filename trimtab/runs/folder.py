@@ -11,7 +11,7 @@ A study folder holds study.json, failures.jsonl (one Failure per failed attempt)
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,11 @@ class SavedConfig:
     def newer(self) -> bool:
         """Written by a later version of Trimtab, in a format that this one may misread."""
         return self.format > FORMAT
+
+    @property
+    def values(self) -> Json:
+        """The config by dotted names, such as "optim.lr"."""
+        return dict(_flatten(self.config))
 
 
 class RunFolder:
@@ -118,6 +123,14 @@ def parse_line(line: str | bytes, path: Path) -> Json:
     except ValueError:
         raise RunError(f"{path} has a line that is not JSON: {line[:80]!r}") from None
     return result
+
+
+def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def is_run(names: Any) -> bool:

@@ -116,6 +116,11 @@ class AlarmRecord:
     usual: tuple[float, float]
     advice: str
 
+    @property
+    def skips(self) -> bool:
+        """The watcher's action on an alarm: it skipped the step."""
+        return (self.kind, self.signal) == ("action", "skip")
+
 
 @dataclass(frozen=True)
 class Event:

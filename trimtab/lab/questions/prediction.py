@@ -6,6 +6,7 @@ One fit per learning rate over the smaller sizes; the largest is predicted and m
 from trimtab.analysis.findings import Findings
 from trimtab.lab.questions.asking import Check, L, Seen, ask, judge
 from trimtab.lab.study import Study
+from trimtab.report.sentences import critical_words
 
 NAME = "prediction"
 SIZES = ("2x16", "2x32", "3x48", "3x64", "3x96", L)
@@ -36,6 +37,6 @@ def answer(findings: Findings) -> list[Check]:
             "the runs themselves show the logit above which training fails",
             {"critical logit": critical.value} if whole else {},
             lambda x: critical.measured,
-            note=critical.why,
+            note=critical_words(critical),
         ),
     ]

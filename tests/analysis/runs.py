@@ -18,7 +18,6 @@ from typing import Any
 from trimtab.lab.sizes import parse_size
 from trimtab.lab.study import Arm, Cell, Study
 from trimtab.recipes import gpt_lab
-from trimtab.runs import versions as current_versions
 from trimtab.train.config import GPTRun, RunConfig, WatchConfig, to_json
 
 LOGIT, SLOPE, STEEP, CRITICAL, LOST, FIRST = 0.02, 0.8, 2.0, 150.0, 0.7, 5.8
@@ -38,7 +37,7 @@ class Numbers:
     until: int | None = None  # the last step of a run that is still going on
     spikes: tuple[int, ...] = ()  # steps at which the training loss jumps, for three steps
     sha256: str = "a" * 64
-    versions: Mapping[str, str] = field(default_factory=current_versions)
+    versions: Mapping[str, str] = field(default_factory=lambda: {"trimtab": "0.1.0", "torch": "2.0", "python": "3.11"})
 
 
 def grid(

@@ -1,0 +1,158 @@
+"""The verdict in sentences, the headline first. No sentence claims more than was run."""
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from trimtab.analysis.findings import Curve, Findings, Status
+from trimtab.analysis.thresholds import NEAR_EPS
+from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, backtest_factor, judge
+from trimtab.report.numbers import beyond, count, factor, join, number, params, plural
+from trimtab.report.sentences import critical_words, range_words
+
+_SIGNS: dict[Sign, str] = {
+    "logits": "attention logits above the critical value",
+    "logz": "drifting output logits",
+    "spike": "a loss spike",
+    "eps": "gradients near ε",
+    "none": "no watched signal",
+}
+
+
+def verdict_words(findings: Findings) -> list[str]:
+    if not any(result.finished for result in findings.results):
+        return list(_nothing(findings))
+    words = []
+    for study in judge(findings):
+        prefix = f"{study.source.name}: " if len(findings.studies) > 1 else ""
+        words += [f"{prefix}{sentence}" for sentence in _study(findings, study)]
+    return [*words, *_missing(findings)]
+
+
+def _nothing(findings: Findings) -> Iterator[str]:
+    names = {Status.FAILED: "failed", Status.RUNNING: "running", Status.MISSING: "not run"}
+    counts = {word: sum(r.status == status for r in findings.results) for status, word in names.items()}
+    states = join([f"{many} {word}" for word, many in counts.items() if many])
+    yield f"No run has finished, so there are no results yet ({plural(len(findings.results), 'cell')}: {states})."
+    for result in findings.results:
+        if result.status == Status.FAILED:
+            yield f"The first error, of {result.name}: {result.why}"
+            break
+    yield "Start the study again with the same folder: finished cells are kept, the others are run."
+
+
+def _study(findings: Findings, study: StudyVerdict) -> Iterator[str]:
+    if not study.arms:
+        yield "No run has a finite loss." if study.finished else "No run has finished."
+        return
+    yield _headline(study)
+    yield from _sensitivity(study)
+    for arm in study.arms:
+        if arm.causes:
+            signs = join([f"{_SIGNS[sign]} in {many}" for sign, many in arm.causes.items()])
+            failed = plural(sum(arm.causes.values()), "diverging run")
+            yield f"First sign in the {failed} of {arm.arm}: {signs}."
+    yield from _effects(study)
+    yield from _forecasts(findings, study)
+    if study.backtests:
+        worst = study.backtests[-1]
+        yield (
+            "Back-test: the attention logits of the largest size, predicted from the smaller ones, are off by a factor "
+            f"of {median(map(backtest_factor, study.backtests)):.1f} (median of {plural(len(study.backtests), 'fit')}) "
+            f"and {backtest_factor(worst):.1f} at most ({worst.arm}, learning rate {number(worst.lr)})."
+        )
+
+
+def _headline(study: StudyVerdict) -> str:
+    parts = [_outcome(arm) for arm in study.arms]
+    text = "; ".join(parts[:4]) + (f"; {len(parts) - 4} more arms" if len(parts) > 4 else "")
+    return (text[:1].upper() + text[1:] if study.arms[0].arm.isalpha() else text) + "."
+
+
+def _outcome(arm: ArmVerdict) -> str:
+    largest = arm.largest
+    name = f"{arm.arm} ({', '.join(arm.switches)})" if arm.switches else arm.arm
+    if largest.best_loss >= largest.first:
+        return f"{name} learns nothing at any learning rate at {_size(largest)}"
+    if arm.failing is None:
+        text = f"{name} is stable up to learning rate {number(largest.lrs[-1])} at {_size(largest)}"
+    elif arm.held_lr is not None:
+        rates = f"{number(arm.held_lr)} and diverges at {number(arm.failing.failing_lr)}"
+        text = f"{name} is stable up to learning rate {rates} at every size"
+    else:
+        start = "at" if arm.failing.size == largest.size else "from"
+        text = f"{name} diverges at learning rate {number(arm.failing.failing_lr)} {start} {_size(arm.failing)}"
+    if arm.ahead:
+        text += f" (forecast: at {number(arm.ahead[0].lr)} above {count(arm.ahead[0].fails_at, 2)})"
+    return text
+
+
+def _sensitivity(study: StudyVerdict) -> Iterator[str]:
+    for one, base, other in study.comparisons:
+        sure = "one seed, so random variation is unknown"
+        if one.low is not None and one.high is not None:
+            sure = f"{one.low:.1f}–{one.high:.1f} over {min(*base.seeds, *other.seeds)} seeds"
+        yield (
+            f"At {_size(base)} {one.arm} is {factor(one.ratio)} as sensitive to the learning rate as {one.other} "
+            f"({sure}){_values(base, other)}."
+        )
+    for arm in study.arms:
+        known = [curve for curve in arm.curves if math.isfinite(curve.sensitivity) and not curve.missing]
+        if known:
+            sizes = join([count(curve.params) if curve.params else curve.size for curve in known])
+            text = f"{arm.arm}: sensitivity {join([f'{c.sensitivity:.2f}' for c in known])} nats at {sizes} parameters"
+            if len(known) > 1 and any(curve.failing_lr is not None for curve in known):
+                rates = [number(c.failing_lr) if c.failing_lr is not None else "none" for c in known]
+                text += f"; lowest diverging learning rate {join(rates)}"
+            yield f"{text}."
+
+
+def _values(one: Curve, other: Curve) -> str:
+    """Both values, if they cover all learning rates: otherwise they are not comparable."""
+    if one.missing or other.missing:
+        return ", over the learning rates that both have"
+    windows = [f"learning rates {number(curve.window[0])}–{number(curve.window[1])}" for curve in (one, other)]
+    values = [f"{curve.sensitivity:.2f}" for curve in (one, other)]
+    if windows[0] == windows[1]:
+        return f": {values[0]} and {values[1]} nats of loss on average over {windows[0]}"
+    return f": {values[0]} nats of loss on average over {windows[0]}, {values[1]} over {windows[1]}"
+
+
+def _effects(study: StudyVerdict) -> Iterator[str]:
+    by_effect = {effect: [arm for arm in study.arms if arm.effect == effect] for effect in ("cures", "delays", "none")}
+    if cures := by_effect["cures"]:
+        yield f"With {join([arm.arm for arm in cures])} no learning rate diverges at {_size(study.arms[0].largest)}."
+    for arm in by_effect["delays"]:
+        yield f"{arm.arm} raises the lowest diverging learning rate to {number(arm.largest.failing_lr)}."
+    if same := by_effect["none"]:
+        yield f"{join([arm.arm for arm in same])} does not raise the lowest diverging learning rate."
+
+
+def _forecasts(findings: Findings, study: StudyVerdict) -> Iterator[str]:
+    for arm in study.arms:
+        for x in arm.ahead[:2]:
+            size = f"{count(x.fails_at, 2)} parameters ({range_words(x)})"
+            yield f"Forecast for {arm.arm}: learning rate {number(x.lr)} diverges above {size}, {beyond(x.decades)}."
+    for arm in study.arms:
+        if (near := arm.near_eps) is not None:
+            yield (
+                f"Forecast for {arm.arm}: at learning rate {number(near.lr)} gradients come within {NEAR_EPS:.0f} times "
+                f"Adam's ε above {count(near.fails_at, 2)} parameters ({range_words(near)}); a smaller ε avoids it."
+            )
+    if any((x.signal, x.study) == ("logit_max", study.source.name) for x in findings.forecasts):
+        critical = findings.critical
+        yield f"The critical attention logit is {number(critical.value)}: {critical_words(critical)}."
+
+
+def _missing(findings: Findings) -> Iterator[str]:
+    unfinished = sum(not result.finished for result in findings.results)
+    if unfinished:
+        yield f"{unfinished} of {plural(len(findings.results), 'cell')} have no result."
+    if findings.curves and all(max(curve.seeds) < 2 for curve in findings.curves):
+        yield "There is one seed only; a second one would show how much of the differences is random."
+    if findings.notes:
+        yield f"See the {plural(len(findings.notes), 'note')} on missing and mixed data."
+
+
+def _size(curve: Curve) -> str:
+    return params(curve.params) if curve.params else f"size {curve.size}"
