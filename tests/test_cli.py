@@ -69,7 +69,9 @@ def test_help_is_given(words):
 def test_unknown_words_are_refused():
     result = run("docter")
     assert result.returncode == 2
-    assert result.stderr == "error: unknown command 'docter'. Did you mean 'doctor'? `trimtab --help` lists the commands\n"
+    assert (
+        result.stderr == "error: unknown command 'docter'. Did you mean 'doctor'? `trimtab --help` lists the commands\n"
+    )
     assert result.stdout == ""
 
 

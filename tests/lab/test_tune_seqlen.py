@@ -153,7 +153,9 @@ def test_the_command_trains_the_same_config_with_the_warmup(tmp_path, monkeypatc
     assert words[:3] == ["trimtab", "train", "gpt-tiny"]
     assert words[-4:] == ["--schedule.seqlen.start", "8", "--schedule.seqlen.steps", "12"]
     seqlen = replace(config.schedule.seqlen, start=8, steps=12)
-    assert override(gpt_tiny(), tuple(words[3:]), "") == replace(config, schedule=replace(config.schedule, seqlen=seqlen))
+    assert override(gpt_tiny(), tuple(words[3:]), "") == replace(
+        config, schedule=replace(config.schedule, seqlen=seqlen)
+    )
 
 
 def test_trials_keep_the_learning_rate_of_the_whole_run(tmp_path):
@@ -250,7 +252,9 @@ def test_a_real_search_ends_with_runs_that_can_be_read_and_goes_on_after_a_kill(
     assert [(trial.start, trial.steps) for trial in tuning.trials] == [(8, 6), (8, 9)]
     assert tuning.budget.tokens <= tuning.budget.max_tokens
     for trial in tuning.trials:
-        assert trial.tokens == config.batch * replace(config.seqlen_warmup, start=8, steps=trial.steps).count_tokens(1, 6)
+        assert trial.tokens == config.batch * replace(config.seqlen_warmup, start=8, steps=trial.steps).count_tokens(
+            1, 6
+        )
         assert json.loads((out / trial.folder / "result.json").read_text())["step"] == 6
     # As after a kill: a trial without its end goes on from its checkpoint, to the same end.
     last = out / tuning.trials[-1].folder

@@ -173,7 +173,9 @@ def _batch_warmup(switch: Switch) -> RunConfig:
     share, total = switch.number(0.3, above=0, below=1), config.steps * config.batch
     start = config.batch // 8
     if not start or config.batch % 8:
-        raise ConfigError(f"batch-warmup starts with batch / 8, which batch={config.batch} does not allow; try batch=16")
+        raise ConfigError(
+            f"batch-warmup starts with batch / 8, which batch={config.batch} does not allow; try batch=16"
+        )
     warm = replace(config.schedule.batch, start=start, increment=start, samples=max(round(share * total), 1))
     sizes = warm.ending_at(config.batch)
     steps = samples = 0

@@ -1,7 +1,7 @@
 """The subject of a study: a recipe by name, or the user's own model and data as `package.file:function`.
 
-    open_subject("gpt-lab")                        a recipe
-    open_subject("my_project.small:build")         a function that returns a model and its data (train/module.py)
+open_subject("gpt-lab")                        a recipe
+open_subject("my_project.small:build")         a function that returns a model and its data (train/module.py)
 """
 
 from dataclasses import replace

@@ -196,6 +196,7 @@ def _write_study(study: Study, store: Store) -> None:
             saved = Study.from_json(data)
         except ConfigError as error:
             raise RunError(f"{path} cannot be read, so the study cannot be continued here: {error}") from None
+        saved = replace(saved, question=study.question)  # wording does not matter
         if saved != study:
             where = _difference(saved.to_json(), study.to_json())
             raise RunError(f"{store.local} holds another study: {where}; use another folder")
