@@ -53,7 +53,7 @@ def test_questions_switches_and_subjects_are_listed(capsys):
     [
         (("--quick", "--study", "kappa"), "--quick and --study are different studies"),
         (("--study", "kapa"), "Did you mean 'kappa'?"),
-        (("gpt-tiny", "--study", "kappa"), "a study of its own has its own subject"),
+        (("gpt-tiny", "--study", "kappa"), "--study and --config have their own subject"),
         (("gpt-tinny",), "Did you mean 'gpt-tiny'?"),
         (("--config", "nowhere.toml"), "nowhere.toml"),
         (("--arms", "qk-nrom"), "Did you mean 'qk-norm'?"),
@@ -65,7 +65,7 @@ def test_questions_switches_and_subjects_are_listed(capsys):
         (("--workers", "0"), "--workers 0 is too few"),
         (("--executor", "slurm"), "slurm"),
         (("nobody:nothing",), "nobody"),
-        (("--lr", "0.1"), "Did you mean --lrs?"),
+        (("--lr", "0.1"), "Did you mean '--lrs'?"),
     ],
 )
 def test_an_impossible_study_costs_nothing_and_is_refused_in_one_line(words, complaint, tmp_path, capsys, monkeypatch):
@@ -81,7 +81,7 @@ def test_the_page_is_made_again_from_the_files_alone(tmp_path, capsys):
     write_study(tmp_path / "a", grid())
     code, told, _ = call(capsys, "report", str(tmp_path / "a"), "--out", str(tmp_path / "page.html"))
     assert code == 0
-    assert "Plain breaks at learning rate 0.1" in told
+    assert "Plain diverges at learning rate 0.1" in told
     assert (tmp_path / "page.html").exists()
 
 
@@ -96,7 +96,7 @@ def test_one_size_is_predicted_in_words_and_as_json(tmp_path, capsys):
     write_study(tmp_path / "a", grid())
     code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e7", "--lr", "0.1")
     assert code == 0
-    assert "10 million parameters" in told
+    assert "10M parameters" in told
     code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e7", "--lr", "0.1", "--json")
     assert json.loads(told)["outcome"] == "fails"
     code, _, error = call(capsys, "predict", str(tmp_path / "a"), "--params", "-1")

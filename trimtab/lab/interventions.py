@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from trimtab.lab.subjects import with_steps
-from trimtab.nn import GPTConfig
 from trimtab.train.config import (
     ConfigError,
     GPTRun,
@@ -29,6 +28,7 @@ from trimtab.train.config import (
 
 # Learning rate at which coupled and independent weight decay are equal (in the paper 0.1 and 1e-4).
 SAME_DECAY_AT = 1e-3
+LINEARS = get_args(get_type_hints(get_type_hints(GPTRun)["model"])["linear"])
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
     "mup": ("muParam: =simple, intermediate or full; base: the study's smallest width, or mup=simple:16", _mup),
     "linear": (
         "=KIND: how linear layers multiply: switchback, llm-int8, fp8-tensorwise, ...",
-        lambda s: s.model(linear=s.choice("switchback", get_args(get_type_hints(GPTConfig)["linear"]))),
+        lambda s: s.model(linear=s.choice("switchback", LINEARS)),
     ),
     "switchback": ("int8 linear layers whose weight gradient is not quantized", _linear("switchback")),
     "switchback-m": ("the same, with int8 inputs saved for the backward pass", _linear("switchback-m")),

@@ -237,7 +237,7 @@ def draw_place(states: list[State], wide: bool) -> Text:
 
 def draw_head(states: Mapping[str, State], slots: int, width: int) -> list[Any]:
     counts = [state.status for state in states.values()]
-    ended, failed = sum(counts.count(status) for status in ENDED), counts.count("failed")
+    ended, failed = sum(status in ENDED for status in counts), counts.count("failed")
     part = ended + sum(state.share for state in states.values() if state.status == "running")
     text = f"{ended} of {len(counts)} cells, {counts.count('running')} running"
     text += (f", {failed} failed" if failed else "") + describe_left(states, slots)

@@ -27,9 +27,23 @@ from trimtab.lab.questions import (
 from trimtab.lab.questions.question import Check, Question
 from trimtab.train.config import ConfigError, did_you_mean
 
-_ALL = (qk_norm, z_loss, warmup, decay, width_depth, mup, steps, qk_norm_kind, batch, attention, prediction, kappa)
-_ALL += (eps, eight_bits, switchback, beta2, seqlen_warmup)
-QUESTIONS: dict[str, Question] = {module.QUESTION.name: module.QUESTION for module in _ALL}
+_PROXIES = (
+    qk_norm,
+    z_loss,
+    warmup,
+    decay,
+    width_depth,
+    mup,
+    steps,
+    qk_norm_kind,
+    batch,
+    attention,
+    prediction,
+    kappa,
+    eps,
+)
+_OTHERS = (eight_bits, switchback, beta2, seqlen_warmup)
+QUESTIONS: dict[str, Question] = {module.QUESTION.name: module.QUESTION for module in (*_PROXIES, *_OTHERS)}
 
 
 def find_question(name: str) -> Question:

@@ -1,4 +1,4 @@
-"""Does the softmax cause the growth of attention logits? Figure E.11 of Wortsman et al. 2023b.
+"""Do attention logits also grow without a softmax? Figure E.11 of Wortsman et al. 2023b.
 
 Squared ReLU in place of softmax cannot saturate; in the paper the logits grow nevertheless.
 """
@@ -18,4 +18,4 @@ def check(found: Evidence) -> Iterator[Check]:
         yield judge(claim, factors, lambda *x: max(x) >= 10, note="growth factor by learning rate")
 
 
-QUESTION = Question("attention", "Do attention logits also grow without a softmax?", ARMS, check, lrs=LRS)
+QUESTION = Question("attention", __doc__, ARMS, check, lrs=LRS)

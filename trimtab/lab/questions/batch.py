@@ -1,4 +1,4 @@
-"""Does a larger batch on the same data change the sensitivity? Figure E.9 of Wortsman et al. 2023b."""
+"""Does the batch size change the sensitivity, on the same data? Figure E.9 of Wortsman et al. 2023b."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,4 @@ def check(found: Evidence) -> Iterator[Check]:
     )
 
 
-QUESTION = Question(
-    "batch", "Does the batch size change the sensitivity?", ARMS, check, sizes=(S,), steps=1000, always=STEADIED
-)
+QUESTION = Question("batch", __doc__, ARMS, check, sizes=(S,), steps=1000, always=STEADIED)

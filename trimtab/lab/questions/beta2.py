@@ -1,6 +1,7 @@
-"""Does a slowly updated second moment cause loss spikes, and does StableAdamW prevent them? Wortsman et al. 2023a, 3.
+"""What causes loss spikes, and what prevents them? Wortsman et al. 2023a, section 3.
 
-Without gradient clipping, which would hide the spikes.
+The paper: a slowly updated second moment causes them, StableAdamW prevents them. Gradient clipping would hide them, so
+it is off.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,4 @@ def check(found: Evidence) -> Iterator[Check]:
     yield judge("its best loss is at most 1% higher", found.best(*LAST), at_most(1.01))
 
 
-QUESTION = Question(
-    "beta2",
-    "What causes loss spikes, and what prevents them?",
-    ARMS,
-    check,
-    lrs=(3e-3, 1e-2, 3e-2, 1e-1),
-    always=("no-clip",),
-)
+QUESTION = Question("beta2", __doc__, ARMS, check, lrs=(3e-3, 1e-2, 3e-2, 1e-1), always=("no-clip",))

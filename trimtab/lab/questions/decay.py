@@ -1,4 +1,4 @@
-"""Should weight decay be independent of the learning rate? Figures 6 and E.10 of Wortsman et al. 2023b.
+"""Is weight decay that is independent of the learning rate less sensitive? Figures 6 and E.10 of Wortsman et al. 2023b.
 
 Both kinds are equal at a peak learning rate of 1e-3. The sensitivity is that of the best window of three decades.
 """
@@ -25,11 +25,4 @@ def check(found: Evidence) -> Iterator[Check]:
     yield judge("more decay does not lower the best learning rate", best, lambda *x: list(x) == sorted(x))
 
 
-QUESTION = Question(
-    "decay",
-    "Is weight decay that is independent of the learning rate less sensitive?",
-    ARMS,
-    check,
-    lrs=(LOWER, *LRS),
-    always=STEADIED,
-)
+QUESTION = Question("decay", __doc__, ARMS, check, lrs=(LOWER, *LRS), always=STEADIED)

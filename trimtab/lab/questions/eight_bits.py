@@ -1,5 +1,5 @@
-"""Does 8-bit optimizer state increase the sensitivity? Dettmers et al. 2022, measured with the sensitivity of
-Wortsman et al. 2023b. Tensors of fewer than 4096 values keep 32 bits, so the model has larger matrices.
+"""Is 8-bit optimizer state as stable as 32-bit state? Dettmers et al. 2022, with the sensitivity of Wortsman et al.
+2023b. Tensors of fewer than 4096 values keep 32 bits, so the model has larger matrices.
 """
 
 from collections.abc import Iterator
@@ -21,4 +21,4 @@ def check(found: Evidence) -> Iterator[Check]:
         yield judge(f"{arm}, at {M}: best loss at most 1% higher", found.best("32 bits", arm), at_most(1.01))
 
 
-QUESTION = Question("eight-bits", "Is 8-bit state as stable as 32-bit state?", ARMS, check, always=STEADIED)
+QUESTION = Question("eight-bits", __doc__, ARMS, check, always=STEADIED)

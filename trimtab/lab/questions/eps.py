@@ -1,4 +1,4 @@
-"""When are gradients too small for Adam's eps? Figures 11 to 13 of Wortsman et al. 2023b.
+"""When is eps too large? Figures 11 to 13 of Wortsman et al. 2023b.
 
 With r the root mean square of the gradient, an update is r / (r + eps) of its intended size. The gradients of small
 models are far above 1e-8, so larger values of eps are tried.
@@ -64,6 +64,4 @@ def _shrinkage(found: Evidence, eps: float) -> float | None:
     return None if not r or not full or update is None else update / full * (r + eps) / r
 
 
-QUESTION = Question(
-    "eps", "When is eps too large?", ARMS, check, sizes=SIZES, lrs=(3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED
-)
+QUESTION = Question("eps", __doc__, ARMS, check, sizes=SIZES, lrs=(3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED)

@@ -1,4 +1,4 @@
-"""From which size on do attention logits increase the loss? Figure 10 of Wortsman et al. 2023b.
+"""How large must attention logits be to increase the loss? Figure 10 of Wortsman et al. 2023b.
 
 Queries and keys are rescaled to the size kappa, so that the logits are about as large. For comparison, a model without
 layers shows the contribution of attention and MLPs.
@@ -30,11 +30,4 @@ def _rises(*values: float) -> bool:
     return all(b >= (1 - NOISE) * a for a, b in pairwise(values))
 
 
-QUESTION = Question(
-    "kappa",
-    "From which size on do attention logits increase the loss?",
-    ARMS,
-    check,
-    sizes=(S, NO_LAYERS),
-    lrs=(3e-3, 1e-2, 3e-2),
-)
+QUESTION = Question("kappa", __doc__, ARMS, check, sizes=(S, NO_LAYERS), lrs=(3e-3, 1e-2, 3e-2))

@@ -33,12 +33,4 @@ def _moved(found: Evidence, arm: str) -> dict[str, float | None]:
     return {"points up": float(grid.index(last) - grid.index(first))}
 
 
-QUESTION = Question(
-    "mup",
-    "Does muParam keep the best learning rate constant?",
-    ARMS,
-    check,
-    sizes=SIZES,
-    lrs=LEARNING_RATES,
-    always=STEADIED,
-)
+QUESTION = Question("mup", __doc__, ARMS, check, sizes=SIZES, lrs=LEARNING_RATES, always=STEADIED)

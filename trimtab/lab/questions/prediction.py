@@ -1,4 +1,4 @@
-"""Do small models predict the attention logits of a larger one? Figure 9 of Wortsman et al. 2023b.
+"""Can the attention logits of a larger model be predicted? Figure 9 of Wortsman et al. 2023b.
 
 One fit per learning rate over the smaller sizes; the largest size is predicted and measured.
 """
@@ -30,6 +30,4 @@ def check(found: Evidence) -> Iterator[Check]:
     )
 
 
-QUESTION = Question(
-    "prediction", "Can the logits of a larger model be predicted?", {"plain": ()}, check, sizes=SIZES, lrs=LRS
-)
+QUESTION = Question("prediction", __doc__, {"plain": ()}, check, sizes=SIZES, lrs=LRS)

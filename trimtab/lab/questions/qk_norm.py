@@ -1,6 +1,6 @@
-"""Does the growth of attention logits limit the learning rate, more so in larger models, and does qk-norm prevent it?
+"""Does qk-norm stabilise high learning rates? Figures 1 and 2 of Wortsman et al. 2023b.
 
-Figures 1 and 2 of Wortsman et al. 2023b.
+The paper: growing attention logits limit the learning rate, more so in larger models, and qk-norm prevents it.
 """
 
 from collections.abc import Iterator
@@ -70,4 +70,4 @@ def lead(logits: Points, losses: Points) -> float | None:
     return None if grown is None or risen is None else float(risen - grown)
 
 
-QUESTION = Question("qk-norm", "Does qk-norm stabilise high learning rates?", ARMS, check, sizes=SIZES)
+QUESTION = Question("qk-norm", __doc__, ARMS, check, sizes=SIZES)

@@ -1,4 +1,4 @@
-"""Should queries and keys be normalised per head, or all heads together? Figure E.8 of Wortsman et al. 2023b.
+"""Which kind of qk-norm is best: per head, or all heads together? Figure E.8 of Wortsman et al. 2023b.
 
 The paper uses `shared`: each head by itself, one gain for all. Others report better results with a gain per head.
 """
@@ -19,4 +19,4 @@ def check(found: Evidence) -> Iterator[Check]:
 
 
 ARMS = {kind: (f"qk-norm={kind}", "z-loss") for kind in KINDS}
-QUESTION = Question("qk-norm-kind", "Which kind of qk-norm is best?", ARMS, check)
+QUESTION = Question("qk-norm-kind", __doc__, ARMS, check)

@@ -35,7 +35,7 @@ class Question:
     """A study of the lab's GPT, and the checks of its findings."""
 
     name: str
-    text: str
+    doc: str | None  # begins with the question
     arms: Mapping[str, Sequence[str]]
     check: "Callable[[Evidence], Iterable[Check]]"
     sizes: Sequence[str | Size] = (M,)
@@ -43,6 +43,10 @@ class Question:
     seeds: int = 2
     steps: int = 500
     always: Sequence[str] = ()  # switches that every arm begins with
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.doc or "").partition("?")[0].split()) + "?"
 
     def study(self) -> Study:
         return Study(

@@ -1,4 +1,4 @@
-"""Do short sequences at the beginning stabilise a run, and more than small batches do? Li et al. 2022.
+"""Does sequence length warmup stabilise a run, and more than batch-size warmup does? Li et al. 2022.
 
 All arms train on the same number of tokens. The model has no other intervention.
 """
@@ -26,4 +26,4 @@ def _rise(found: Evidence, arm: str) -> float | None:
     return mean(run.loss_ratio for run in runs) if found.curve(arm) else None
 
 
-QUESTION = Question("seqlen-warmup", "Does sequence length warmup stabilise a run?", ARMS, check)
+QUESTION = Question("seqlen-warmup", __doc__, ARMS, check)

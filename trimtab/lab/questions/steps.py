@@ -1,4 +1,4 @@
-"""Do the results of short runs hold for longer ones? Figure E.7 of Wortsman et al. 2023b; decay times steps is kept."""
+"""Does the length of the run change the sensitivity? Figure E.7 of Wortsman et al. 2023b; decay times steps is kept."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,4 @@ def check(found: Evidence) -> Iterator[Check]:
     yield judge(claim, found.sensitivity(*ARMS, size=S), within(0.25))
 
 
-QUESTION = Question(
-    "steps", "Does the length of the run change the sensitivity?", ARMS, check, sizes=(S,), always=STEADIED
-)
+QUESTION = Question("steps", __doc__, ARMS, check, sizes=(S,), always=STEADIED)

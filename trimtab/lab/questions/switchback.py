@@ -1,4 +1,4 @@
-"""Are quantized linear layers as stable as float ones? Wortsman et al. 2023a, sections 2 and 3.
+"""Which linear layers are as stable as float? Wortsman et al. 2023a, sections 2 and 3.
 
 There, float8 with one scale per tensor diverges at a billion weights, SwitchBack does not, and residual branches that
 start at zero (layer-scale) prevent the divergence. At this size all may train; then the losses differ little.
@@ -28,11 +28,4 @@ def check(found: Evidence) -> Iterator[Check]:
     yield judge(claim, found.best("fp8-tensorwise", "fp8-switchback"), at_most(1.005))
 
 
-QUESTION = Question(
-    "switchback",
-    "Which linear layers are as stable as float?",
-    ARMS,
-    check,
-    lrs=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    always=STEADIED,
-)
+QUESTION = Question("switchback", __doc__, ARMS, check, lrs=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED)

@@ -1,4 +1,4 @@
-"""Does a longer warmup make a recipe less sensitive? Figure 5 of Wortsman et al. 2023b."""
+"""Does a longer warmup lower the sensitivity? Figure 5 of Wortsman et al. 2023b."""
 
 from collections.abc import Iterator
 
@@ -13,4 +13,4 @@ def check(found: Evidence) -> Iterator[Check]:
     yield judge(claim, found.best(*ARMS), lambda *x: x[-1] <= 1.02 * x[1])
 
 
-QUESTION = Question("warmup", "Does a longer warmup lower the sensitivity?", ARMS, check, always=STEADIED)
+QUESTION = Question("warmup", __doc__, ARMS, check, always=STEADIED)

@@ -1,4 +1,4 @@
-"""Does the sensitivity grow faster with the width or with the depth? Figure 7 of Wortsman et al. 2023b."""
+"""Does depth raise the sensitivity faster than width? Figure 7 of Wortsman et al. 2023b."""
 
 from collections.abc import Iterator
 
@@ -19,6 +19,4 @@ def check(found: Evidence) -> Iterator[Check]:
     yield judge(claim, slopes, lambda width, depth: depth > width, note="per decade of parameters")
 
 
-QUESTION = Question(
-    "width-depth", "Does depth raise the sensitivity faster than width?", {"steadied": STEADIED}, check, sizes=SIZES
-)
+QUESTION = Question("width-depth", __doc__, {"steadied": STEADIED}, check, sizes=SIZES)

@@ -1,4 +1,4 @@
-"""Do the output logits drift without z-loss and weight decay? Figures 3 and 4 of Wortsman et al. 2023b.
+"""Do output logits drift, and does z-loss prevent it? Figures 3 and 4 of Wortsman et al. 2023b; no weight decay.
 
 In 32 bits a common shift of all logits does not change the loss, so the drift is harmless; in 16 bits it should not be.
 """
@@ -22,12 +22,5 @@ def check(found: Evidence) -> Iterator[Check]:
 
 
 QUESTION = Question(
-    "z-loss",
-    "Do output logits drift, and does z-loss prevent it?",
-    ARMS,
-    check,
-    sizes=(S,),
-    lrs=(LR,),
-    steps=4000,
-    always=("qk-norm", "weight-decay=0"),
+    "z-loss", __doc__, ARMS, check, sizes=(S,), lrs=(LR,), steps=4000, always=("qk-norm", "weight-decay=0")
 )
