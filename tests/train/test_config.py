@@ -87,9 +87,9 @@ def test_the_schedules_end_at_the_context_and_the_batch(tmp_path):
 
 def test_captions_are_neither_cut_nor_compared_in_parts(tmp_path):
     run = tiny_clip(tmp_path)
-    with pytest.raises(ConfigError, match="captions end with the token that is read out"):
+    with pytest.raises(ConfigError, match="a caption cannot be cut"):
         replace(run, schedule=replace(run.schedule, seqlen=replace(run.schedule.seqlen, start=8)))
-    with pytest.raises(ConfigError, match="compared with all others of its batch"):
+    with pytest.raises(ConfigError, match="compares each caption with all others of its batch"):
         replace(run, micro_batch=4)
 
 

@@ -171,7 +171,7 @@ def test_a_pickle_among_shards_is_never_executed(sharded, tmp_path):
         path.write_bytes(pickle.dumps(Payload(harm)))
         manifest["files"][f"shards/{path.name}"] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="that is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is intact, but it is not a checkpoint"):
         resume(run, console=quiet())
     assert not harm.exists()
 
@@ -280,7 +280,7 @@ def test_when_one_is_killed_the_other_stops_and_says_so(tmp_path, victim):
     assert time.monotonic() - killed < 30
     end(pair[victim])
     text = (tmp_path / f"out{1 - victim}").read_text()
-    assert f"error: another process is gone, so this one stops; go on with `trimtab resume {run}`" in text
+    assert f"error: another process has ended, so this one stops; continue with `trimtab resume {run}`" in text
     assert "Traceback" not in text
     shorter = replace(read_config(config), steps=max(20, count_steps(run) + 1))
     assert resume(run, shorter, force=True, console=quiet())["why"] == "done"
@@ -309,7 +309,7 @@ def test_torchrun_ends_when_one_of_its_two_processes_is_killed(tmp_path):
         torchrun.kill()
         torchrun.wait()
     assert "SIGKILL" in (tmp_path / "out").read_text()
-    assert "error: another process is gone" in (tmp_path / "out").read_text()
+    assert "error: another process has ended" in (tmp_path / "out").read_text()
     config = replace(load_config(run)[0], steps=count_steps(run) + 2)
     assert resume(run, config, force=True, console=quiet())["why"] == "done"
     assert read_events(run, "resumed")[0]["processes"] == 1

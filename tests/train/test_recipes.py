@@ -8,7 +8,7 @@ from trimtab import optim
 from trimtab.nn import CLIP, GPT
 from trimtab.recipes import RECIPES
 from trimtab.train.build import build_optimizer
-from trimtab.train.plan import draw_plan, foretell
+from trimtab.train.plan import draw_plan, simulate
 
 NAMES = ["gpt-tiny", "gpt-small", "gpt-lab", "gpt2-117m", "gpt2-1.5b", "gpt3-125m"]
 NAMES += ["clip-tiny", "clip-vit-b32", "clip-vit-l14", "clip-vit-h14"]
@@ -77,7 +77,7 @@ def test_gpt2_carries_the_numbers_of_sequence_length_warmup(name, shape, start, 
 
 
 def test_gpt2_1_5b_takes_the_steps_that_the_paper_needs():
-    future = foretell(RECIPES["gpt2-1.5b"]())
+    future = simulate(RECIPES["gpt2-1.5b"]())
     assert future.steps == 58_769
     assert future.rate.decay >= 157_286_400_000
     assert round(future.cut_off, 2) == 0.36
@@ -92,7 +92,7 @@ def test_gpt3_carries_the_numbers_of_its_script():
     assert (lr.warmup, lr.warmup_unit, lr.decay, lr.decay_unit) == (375_000_000, "tokens", 260_000_000_000, "tokens")
     assert lr.floor == 6e-5
     assert (seqlen.start, seqlen.end, seqlen.steps) == (72, 2048, 27_638)
-    assert foretell(config).tokens >= config.tokens  # the cap on steps does not end it first
+    assert simulate(config).tokens >= config.tokens  # the cap on steps does not end it first
 
 
 @pytest.mark.parametrize("name", ["clip-vit-b32", "clip-vit-l14", "clip-vit-h14"])

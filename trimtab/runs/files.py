@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written under a temporary name, synced, then renamed."""
+"""Files that are complete or absent (written under a temporary name, synced, renamed), and the lock of a folder."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ _PIECE = 64 << 20  # bytes that are written and hashed at the same time
 
 
 class RunError(RuntimeError):
-    """A run or study folder that cannot be used as asked."""
+    """A run or study folder that cannot be used."""
 
 
 class HashedWriter:

@@ -28,7 +28,12 @@ LayerSignal = Literal[
 ]
 
 
-class End(str, Enum):
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class End(_Text):
     """Why a run ended."""
 
     DONE = "done"  # all steps or tokens were trained
@@ -43,7 +48,7 @@ class End(str, Enum):
         return self in (End.INTERRUPTED, End.TERMINATED)
 
 
-class EventKind(str, Enum):
+class EventKind(_Text):
     """What a line of the events file reports."""
 
     EVALUATED = "evaluated"
@@ -170,23 +175,20 @@ class Result:
     most_compilations: int | None = None
 
     def to_json(self) -> Json:
-        values = asdict(self) | {"why": str(getattr(self.why, "value", self.why))}
+        values = asdict(self) | {"why": str(self.why)}
         return {k: v for k, v in values.items() if v is not None or "compilations" not in k}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Result":
-        why = str(record.get("why", ""))
-        loss = number(record.get("validation_loss"))
+        why, loss = str(record.get("why", "")), number(record.get("validation_loss"))
+        counts = {key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")}
+        optional = ("warmup_steps", "warmup_tokens", "compilations", "most_compilations")
         return cls(
             why=next((end for end in End if end == why), why),
             validation_loss=loss if math.isfinite(loss) else None,
-            seconds=number(record.get("seconds")),
-            waited_s=number(record.get("waited_s")),
-            warmup_steps=whole(record.get("warmup_steps")),
-            warmup_tokens=whole(record.get("warmup_tokens")),
-            compilations=whole(record.get("compilations")),
-            most_compilations=whole(record.get("most_compilations")),
-            **{key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")},
+            **counts,
+            **{key: whole(record.get(key)) for key in optional},
+            **{key: number(record.get(key)) for key in ("seconds", "waited_s")},
         )
 
 

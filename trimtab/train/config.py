@@ -36,14 +36,14 @@ Run = TypeVar("Run", bound="RunConfig")
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: Optimizer = "stable-adamw"  # torch-adamw: PyTorch's own fused one, for comparison
-    lr: float = 3e-3  # the peak; the schedule moves it
+    lr: float = 3e-3  # the peak of the schedule
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    independent_decay: bool = False  # decay by weight_decay * lr / peak, whatever the peak is
+    independent_decay: bool = False  # decay by weight_decay * lr / peak, independent of the peak
     bits: Literal[8, 32] = 8  # of the optimizer's state
-    codebook: Literal["quadratic", "dynamic-symmetric", "dynamic", "linear"] = "quadratic"  # what 8 bits mean
-    block: int = 256  # values that share a scale, in 8 bits
+    codebook: Literal["quadratic", "dynamic-symmetric", "dynamic", "linear"] = "quadratic"  # of 8-bit state
+    block: int = 256  # values that share a scale, in 8-bit state
     beta2_power: float | None = None  # beta2 = 1 - step^-power instead of a constant (stable-adamw)
     clip_norm: float | None = 1.0  # of all gradients together
 
@@ -60,23 +60,23 @@ class OptimConfig:
         if self.block < 1:
             raise ConfigError(f"optim.block={self.block} is too small; try optim.block=256")
         if self.name == "torch-adamw" and (self.codebook, self.block) != ("quadratic", 256):
-            raise ConfigError("optim.codebook and optim.block are of 8-bit state, which torch-adamw does not have")
+            raise ConfigError("torch-adamw has no 8-bit state, so optim.codebook and optim.block do not apply")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqLenConfig:
     """Sequence length warmup, as in `trimtab.schedule.SeqLenWarmup`. Its last length is `model.context`."""
 
-    start: int | None = None  # None: no warmup
-    steps: int = 1
-    multiple: int = 8
+    start: int | None = None  # the first length; None: no warmup
+    steps: int = 1  # duration of the warmup
+    multiple: int = 8  # lengths are rounded down to it
     kind: Kind = "linear"
-    degree: float = 2.0
-    lengths: tuple[int, ...] = ()
-    until: tuple[int, ...] = ()
-    seed: int = 0
-    cut_mode: Mode = "truncate"
-    arithmetic: Arithmetic = "exact"
+    degree: float = 2.0  # of kind root
+    lengths: tuple[int, ...] = ()  # the only lengths used; replaces `multiple`
+    until: tuple[int, ...] = ()  # of kind discrete: the last step of each length but the last
+    seed: int = 0  # of kind mixed
+    cut_mode: Mode = "truncate"  # reshape: the tokens that are cut off become more rows
+    arithmetic: Arithmetic = "exact"  # deepspeed: the rounding errors of DeepSpeed, of kinds linear and root
 
     def ending_at(self, end: int) -> SeqLenWarmup:
         first = self.lengths[0] if self.lengths else end
@@ -87,9 +87,9 @@ class SeqLenConfig:
 class BatchConfig:
     """Batch-size warmup, as in `trimtab.schedule.BatchWarmup`. Its last size is the run's `batch`."""
 
-    start: int | None = None  # None: no warmup
+    start: int | None = None  # the first batch size; None: no warmup
     increment: int = 1
-    samples: int = 1
+    samples: int = 1  # duration of the warmup
 
     def ending_at(self, end: int) -> BatchWarmup:
         start = end if self.start is None else self.start
@@ -108,7 +108,7 @@ class ScheduleConfig:
 class DataConfig:
     corpus: str = "stdlib"  # or a file, a folder, a nanoGPT .bin, hf:NAME; for CLIP emoji, shapes or tar shards
     tokenizer: str = "bytes"  # or bpe:SIZE
-    cache: str | None = None  # where token files are kept; None: the user's cache folder
+    cache: str | None = None  # folder of token files; None: the user's cache folder
     prefetch: int = 2  # batches prepared ahead
 
     def __post_init__(self) -> None:
@@ -118,16 +118,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """What looks at every step, and what it may do about an alarm (`trimtab.watch`)."""
+    """Signals, alarms, and the actions on alarms (`trimtab.watch`)."""
 
-    every: int = 4  # steps between two looks at the tensors; 0: nobody looks
-    deep_every: int = 40  # steps between two looks at layers and totals, which cost more
-    record_every: int = 20  # steps between two lines of signals.jsonl; looks with an alarm have one too
-    ignore: int | None = None  # first steps without spikes and drift; None: 1000, or a twentieth of a shorter run
-    skip: tuple[str, ...] = ()  # alarms at which a step is not taken: "non-finite", "rms spike"
-    shorten: tuple[str, ...] = ()  # at which it is divided by RMS_t
+    every: int = 4  # steps between two measurements of the tensors; 0: no watcher
+    deep_every: int = 40  # of layers and totals, which cost more
+    record_every: int = 20  # steps between two records on disk; steps with an alarm are always recorded
+    ignore: int | None = None  # first steps without spike and drift alarms; None: 1000, or steps / 20 if that is less
+    skip: tuple[str, ...] = ()  # alarms at which the step is skipped: "non-finite", "rms spike"
+    shorten: tuple[str, ...] = ()  # at which the step is divided by RMS_t
     lower_beta2: tuple[str, ...] = ()  # at which beta2 is 0.9 for 100 steps
-    roll_back: tuple[str, ...] = ()  # at which the run goes back to its last checkpoint and leaves the batches out
+    roll_back: tuple[str, ...] = ()  # at which the run loads its last checkpoint and skips the batches
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("deep_every", 1), ("record_every", 1)):
@@ -168,14 +168,14 @@ class RunConfig:
     eval_batches: int = 8
     checkpoint_every: int = 500  # and at the end
     keep: int = 2  # checkpoints, besides the best
-    log_every: int = 10  # lines on a screen that is not a terminal; the log file has every step
-    tensorboard: bool = False  # also write the log for TensorBoard
+    log_every: int = 10  # steps between lines if the output is not a terminal; the log has every step
+    tensorboard: bool = False  # also log to TensorBoard
     autocast: Literal["off", "bfloat16"] = "off"
-    compile: bool = False  # torch.compile, once for each length
-    parallel: Parallel = "ddp"  # where there is more than one process
+    compile: bool = False  # torch.compile, once per length
+    parallel: Parallel = "ddp"  # with more than one process
     threads: int | None = None  # None: PyTorch's choice
-    stop_after_skips: int = 10  # steps in a row whose loss is not finite
-    diverged_at: float | None = 2.0  # stop when 3 evaluations or 100 steps in a row are above this times the first one
+    stop_after_skips: int = 10  # steps in a row without a finite loss
+    diverged_at: float | None = 2.0  # stop after 3 evaluations or 100 steps above this times the first loss
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -200,8 +200,8 @@ class RunConfig:
         seqlen, batch = self.seqlen_warmup, self.batch_warmup
         if seqlen.start < seqlen.end and batch.start < batch.end and not self.schedule.force:
             raise ConfigError(
-                "schedule.seqlen and schedule.batch both warm up, and both cut the tokens of a step; switch one off, "
-                "or say schedule.force=True"
+                "schedule.seqlen and schedule.batch both warm up, and both reduce the tokens of a step; switch one "
+                "off, or set schedule.force=True"
             )
 
     @property
@@ -224,18 +224,18 @@ class GPTRun(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CLIPRun(RunConfig):
-    """Train a CLIP on pictures with captions."""
+    """Train a CLIP on image-caption pairs."""
 
     model: CLIPConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seqlen_warmup.start < self.model.context:
-            raise ConfigError("schedule.seqlen: captions end with the token that is read out, so they cannot be cut")
+            raise ConfigError("schedule.seqlen: a caption cannot be cut, because its last token is its output")
         if self.micro_batch is not None:
             raise ConfigError(
-                f"micro_batch={self.micro_batch}: every caption is compared with all others of its batch, so a part "
-                "of it has another loss; try micro_batch=None and more processes, or model.checkpointing=True"
+                f"micro_batch={self.micro_batch}: the loss compares each caption with all others of its batch, so it "
+                "cannot be split; try micro_batch=None and more processes, or model.checkpointing=True"
             )
 
 
@@ -252,19 +252,12 @@ class ModuleRun(RunConfig):
 
 
 KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun, "module": ModuleRun}
-# What may be different when a run goes on: nothing of this changes what it computes, but for the order of sums.
+# Fields that may change when a run is resumed: they do not change what is computed, except for the order of sums.
 FREE: tuple[str, ...] = (
-    "eval_every",
-    "eval_batches",
-    "checkpoint_every",
-    "keep",
-    "log_every",
-    "tensorboard",
-    "parallel",
-    "threads",
+    *("eval_every", "eval_batches", "checkpoint_every", "keep", "log_every", "tensorboard", "parallel", "threads"),
+    *("stop_after_skips", "diverged_at", "data.cache", "data.prefetch"),
+    *("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore"),
 )
-FREE += ("stop_after_skips", "diverged_at", "data.cache", "data.prefetch")
-FREE += ("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore")
 
 
 def kind_of(config: RunConfig) -> str:
@@ -369,7 +362,8 @@ def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
     """The types of all fields by dotted name."""
     found: dict[str, Any] = {}
     for name, kind in get_type_hints(cls).items():
-        found |= _fields(kind, f"{prefix}{name}.") if is_dataclass(kind) else {prefix + name: kind}
+        inner: Any = kind if is_dataclass(kind) else None
+        found |= _fields(inner, f"{prefix}{name}.") if inner else {prefix + name: kind}
     return found
 
 

@@ -1,17 +1,18 @@
-"""What a config will do, before it does it: learning rate, length and batch over steps and tokens."""
+"""Simulate the schedules of a config without a model: learning rate, length and batch size over steps and tokens."""
 
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 from trimtab.schedule import Plan, draw, plan
 from trimtab.train.config import RunConfig
 
 
-class Picture(NamedTuple):
+class Drawing(NamedTuple):
     text: str
     svg: str
 
 
-def foretell(config: RunConfig) -> Plan:
+def simulate(config: RunConfig) -> Plan:
     return plan(
         rate=config.schedule.lr,
         peak=config.optim.lr,
@@ -24,6 +25,13 @@ def foretell(config: RunConfig) -> Plan:
     )
 
 
-def draw_plan(config: RunConfig) -> Picture:
-    future = foretell(config)
-    return Picture("\n\n".join([draw(future, "table"), draw(future, "text")]), draw(future, "svg"))
+def draw_plan(config: RunConfig) -> Drawing:
+    result = simulate(config)
+    return Drawing("\n\n".join([draw(result, "table"), draw(result, "text")]), draw(result, "svg"))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "foretell":
+        warnings.warn("foretell is now called simulate", DeprecationWarning, stacklevel=2)
+        return simulate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""One process or many: who we are, how a model is spread, and sums over all of us.
+"""One process or many: rank, device, collectives, and how a model is distributed.
 
-`torchrun --nproc-per-node 2 -m trimtab train ...` starts several; gloo on CPUs, NCCL on GPUs. Everything here does
-nothing where there is only one.
+`torchrun --nproc-per-node 2 -m trimtab train ...` starts several, with gloo on CPUs and NCCL on GPUs. With one process
+all of this does nothing.
 """
 
 import os
@@ -20,12 +20,12 @@ from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
-# What gloo and NCCL say when somebody no longer answers.
+# Words in the errors of gloo and NCCL when another process does not answer.
 _LOST = ("connection", "peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
 
 
 class ProcessLost(RuntimeError):
-    """One of several processes has died, so the others cannot go on."""
+    """Another process has ended, so this one cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Processes:
             dist.barrier()
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of a tensor over all processes, weighted alike."""
+        """The mean over all processes."""
         if self.world == 1:
             return x
         x = x.detach().clone()
@@ -52,23 +52,19 @@ class Processes:
         return x / self.world
 
     def any(self, flag: bool) -> bool:
-        """Whether one of us says so. Decisions must be made together, or the next collective hangs."""
-        if self.world == 1:
-            return flag
-        x = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(x)
-        return bool(x > 0)
+        """Whether the flag is set on any process. All must decide alike, or the next collective hangs."""
+        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process says, in the order of ranks."""
+        """The values of all processes, by rank."""
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value)
         return found
 
-    def together(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on every process. An OSError or RunError of one is raised by all, so that none waits forever."""
+    def run_on_all(self, work: Callable[[], Result]) -> Result:
+        """Call `work` on every process. An OSError or RunError of one is raised by all, so that none waits forever."""
         result: Result | None = None
         error: OSError | RunError | None = None
         try:
@@ -84,15 +80,15 @@ class Processes:
     def locked(self, folder: Path) -> Iterator[None]:
         """The first process locks the folder. All raise RunError if it is in use."""
         with ExitStack() as stack:
-            self.together(lambda: stack.enter_context(lock_folder(folder)) if self.rank == 0 else None)
+            self.run_on_all(lambda: stack.enter_context(lock_folder(folder)) if self.rank == 0 else None)
             yield
 
-    def lost(self, error: RuntimeError) -> bool:
-        """Whether an error means that another process is gone."""
+    def is_lost(self, error: RuntimeError) -> bool:
+        """Whether an error means that another process has ended."""
         return self.world > 1 and any(word in str(error).lower() for word in _LOST)
 
-    def spread(self, model: nn.Module) -> nn.Module:
-        """The model as the loop calls it."""
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model with DDP or FSDP2."""
         if self.world == 1:
             return model
         if self.parallel == "ddp":
@@ -105,16 +101,14 @@ class Processes:
         return fully_shard(model)  # type: ignore[return-value]
 
     def accumulate(self, model: nn.Module, last: bool) -> Any:
-        """Around the backward pass of a micro-batch: gradients are exchanged only after the last."""
+        """The context of a micro-batch's backward pass: gradients are exchanged only after the last one."""
         if self.world == 1 or last:
             return nullcontext()
-        if self.parallel == "ddp":
-            return model.no_sync()  # type: ignore[operator]
-        return _unsynced(model)
+        return model.no_sync() if self.parallel == "ddp" else _without_sync(model)  # type: ignore[operator]
 
 
 @contextmanager
-def _unsynced(model: Any) -> Iterator[None]:
+def _without_sync(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -124,15 +118,13 @@ def _unsynced(model: Any) -> Iterator[None]:
 
 @contextmanager
 def processes(parallel: Parallel) -> Iterator[Processes]:
-    """Join the others if torchrun started us, and leave them at the end."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    """Join the process group if torchrun started this process, and leave it at the end."""
     gpus = torch.cuda.device_count()
-    if world == 1 and not dist.is_initialized():
+    started = not dist.is_initialized()
+    if os.environ.get("WORLD_SIZE", "1") == "1" and started:
         yield Processes(device=torch.device("cuda" if gpus else "cpu"), parallel=parallel)
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
-    started = not dist.is_initialized()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else CPU
     if started:
         if gpus:
             torch.cuda.set_device(device)
