@@ -83,7 +83,7 @@ def test_a_run_is_trained_to_a_folder_with_the_rms_of_every_tensor(tmp_path, opt
     found = train(setting, 0, tmp_path / "run")
     assert found.log.steps.tolist() == [1, 2, 3]
     assert (tmp_path / "run" / "result.json").exists()
-    rms = found.tensors("rms")
+    rms = found.signals.tensors("rms")
     assert len(rms) == 50
     # At the first step every gradient is as large as its second moment says.
     assert rms["visual.conv1.weight"][0] == pytest.approx(1, abs=1e-3)

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tests.analysis import runs
 from tests.analysis.runs import ARMS, CRITICAL, Numbers, grid, logit_at, planted, write_study
 from trimtab.analysis.findings import Critical, Findings, Fit, Forecast, read
-from trimtab.analysis.fits import HORIZON, crossing, polynomial, shrink
-from trimtab.analysis.forecasts import PAPER_CRITICAL
+from trimtab.analysis.fits import crossing, polynomial, shrink
 from trimtab.analysis.predict import predict_size
+from trimtab.analysis.thresholds import CRITICAL_LOGIT, HORIZON
 from trimtab.lab.study import Cell
+from trimtab.report import prediction_json, prediction_words
+from trimtab.report.sentences import critical_words, forecast_words, notes_words
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +84,13 @@ def test_the_back_test_predicts_the_largest_from_the_smaller(tmp_path: Path) -> 
     backtest = fit_of(findings, 0.1).backtest
     assert backtest is not None
     assert (backtest.params, backtest.predicted, backtest.measured) == (49_152, pytest.approx(40), pytest.approx(120))
-    assert findings.backtest_factors == [pytest.approx(3.0)] * 2
+    assert [fit.backtest.factor for fit in findings.fits if fit.signal == "logit_max"] == [pytest.approx(3.0)] * 2
 
 
 def test_the_back_test_of_the_planted_law_is_close(law: Findings) -> None:
-    assert law.backtest_factors
-    assert law.backtest_factors[-1] < 1.3
+    factors = predict_size(law, 1e6).backtests
+    assert len(factors) == 4
+    assert factors[-1] < 1.3
 
 
 # --- The critical value
@@ -108,16 +111,18 @@ def critical_with(folder: Path, logits: dict[float, float], losses: dict[float, 
 
 def test_without_failures_the_paper_s_value_is_used_and_said(tmp_path: Path) -> None:
     critical = critical_with(tmp_path, {0.01: 10.0, 0.1: 20.0}, {0.01: 2.0, 0.1: 2.05})
-    assert (critical.value, critical.measured) == (PAPER_CRITICAL, False)
-    assert "no run failed" in critical.why
+    assert (critical.value, critical.measured) == (CRITICAL_LOGIT, False)
+    assert critical.reason == "none failed"
+    assert "because no run diverged here" in critical_words(critical)
 
 
 def test_without_separation_the_paper_s_value_is_used_and_said(tmp_path: Path) -> None:
     logits = {0.01: 10.0, 0.03: 500.0, 0.1: 400.0, 0.3: 5.0, 1.0: 6.0}
     losses = {0.01: 2.0, 0.03: 2.05, 0.1: 2.05, 0.3: 4.0, 1.0: 4.0}
     critical = critical_with(tmp_path, logits, losses)
-    assert (critical.value, critical.measured) == (PAPER_CRITICAL, False)
-    assert "do not part" in critical.why
+    assert (critical.value, critical.measured) == (CRITICAL_LOGIT, False)
+    assert critical.reason == "not separated"
+    assert "do not separate" in critical_words(critical)
 
 
 def test_with_an_overlap_the_fewest_are_on_the_wrong_side(tmp_path: Path) -> None:
@@ -127,7 +132,8 @@ def test_with_an_overlap_the_fewest_are_on_the_wrong_side(tmp_path: Path) -> Non
     assert critical.measured
     assert 30 < critical.value < 200
     assert (critical.low, critical.high) == (pytest.approx(critical.value), pytest.approx(300.0))
-    assert "1 are on the wrong side" in critical.why
+    assert (critical.reason, critical.wrong) == ("overlap", 1)
+    assert "1 on the wrong side" in critical_words(critical)
 
 
 def test_runs_with_bounded_logits_do_not_move_the_critical_value(tmp_path: Path) -> None:
@@ -150,7 +156,7 @@ def test_the_size_that_fails_is_inside_the_stated_range(law: Findings, lr: float
     assert forecast.high is not None
     assert forecast.low <= runs.fails_at(lr) <= forecast.high
     assert forecast.decades == pytest.approx(math.log10(forecast.fails_at / 147_456))
-    assert "the largest size that was run" in forecast.why
+    assert "the largest size that was run" in forecast_words(forecast)
 
 
 @pytest.mark.parametrize(("lr", "size"), [(0.1, 147_456), (0.3, 6144)])
@@ -163,18 +169,18 @@ def test_two_sizes_are_too_few_for_a_forecast(tmp_path: Path) -> None:
     study = grid(sizes=("2x16", "2x32"), lrs=(0.01, 0.1), seeds=(0,))
     findings = read([write_study(tmp_path, study)])
     assert forecast_of(findings, 0.01).fails_at is None
-    assert "needs 3 sizes, there are 2" in forecast_of(findings, 0.01).why
-    assert any("needs 3 sizes, there are 2" in note for note in findings.notes)
+    assert "needs 3 sizes, there are 2" in forecast_words(forecast_of(findings, 0.01))
+    assert any("needs 3 sizes, there are 2" in note for note in notes_words(findings))
     prediction = predict_size(findings, 1e9, 0.01)
     assert prediction.outcome == "uncertain"
-    assert "needs 3 sizes, there are 2" in prediction.words[0]
+    assert "needs 3 sizes, there are 2" in prediction_words(prediction)[0]
 
 
 def test_what_lies_beyond_the_horizon_is_not_claimed(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, grid(lrs=(1e-4, 0.1, 0.3), seeds=(0,)))])
     forecast = forecast_of(findings, 1e-4)
     assert (forecast.fails_at, forecast.high) == (None, None)
-    assert "not within 4 powers of ten" in forecast.why
+    assert "not within 4 powers of ten" in forecast_words(forecast)
 
 
 def test_a_crossing_is_where_the_fit_says(law: Findings) -> None:
@@ -207,7 +213,7 @@ def test_the_size_at_which_gradients_come_near_eps_is_found(tmp_path: Path) -> N
     assert forecast.low <= 4.001e7
     prediction = predict_size(findings, 4e8, 0.1)
     assert prediction.rates[0].update_left == pytest.approx(0.5, abs=0.01)
-    assert "eps leaves 50% of the update" in prediction.words[0]
+    assert "ε leaves 50% of the update" in prediction_words(prediction)[0]
 
 
 # --- One size
@@ -216,37 +222,39 @@ def test_the_size_at_which_gradients_come_near_eps_is_found(tmp_path: Path) -> N
 def test_one_size_and_learning_rate_are_judged(law: Findings) -> None:
     fails, fine, near = predict_size(law, 1e7, 0.03), predict_size(law, 1e6, 0.01), predict_size(law, 1.4e6, 0.03)
     assert (fails.outcome, fine.outcome, near.outcome) == ("fails", "fine", "uncertain")
-    assert fails.words[0].startswith("At 10 million parameters plain will fail at learning rate 0.03")
-    assert "should be fine" in fine.words[0]
-    assert "too near" in near.words[0]
-    assert any("times the largest size" in line for line in fine.words)
+    assert prediction_words(fails)[0].startswith("At 10M parameters plain diverges at learning rate 0.03: ")
+    assert "is stable at learning rate 0.01" in prediction_words(fine)[0]
+    assert "too close" in prediction_words(near)[0]
+    assert any("times the largest size" in line for line in prediction_words(fine))
 
 
 def test_what_failed_small_fails_large(law: Findings) -> None:
     prediction = predict_size(law, 1e12, 0.3)
     assert prediction.outcome == "fails"
-    assert "failed already at 6.14 thousand parameters" in prediction.words[0]
+    assert "it diverged at 6.14k parameters" in prediction_words(prediction)[0]
 
 
 def test_too_far_is_uncertain(law: Findings) -> None:
     prediction = predict_size(law, 147_456 * 10 ** (HORIZON + 0.5), 0.01)
     assert prediction.outcome == "uncertain"
-    assert "too far for the fit" in prediction.words[0]
+    assert "too far for the fit" in prediction_words(prediction)[0]
 
 
 def test_further_than_the_sizes_span_is_a_hint(law: Findings) -> None:
     near, far = predict_size(law, 1e6, 0.01), predict_size(law, 1e8, 0.01)
     assert (near.hint, far.hint) == (False, True)
-    assert any("so take it for a hint" in line for line in far.words)
-    assert not any("hint" in line for line in near.words)
+    assert any("treat it as a hint" in line for line in prediction_words(far))
+    assert not any("hint" in line for line in prediction_words(near))
 
 
 def test_all_learning_rates_are_judged_when_none_is_given(law: Findings) -> None:
     prediction = predict_size(law, 1.4e6)
     assert [rate.outcome for rate in prediction.rates] == ["fine", "uncertain", "fails", "fails"]
     assert prediction.outcome == "fine"  # of 0.01, the best at the largest size
-    text = "should be fine at 0.01, cannot be called at 0.03 and will fail at 0.1 and 0.3"
-    assert text in prediction.words[0]
+    assert prediction_words(prediction)[0] == (
+        "At 1.4M parameters plain is stable at learning rate 0.01, is uncertain at learning rate 0.03 and diverges at "
+        "learning rate 0.1 and 0.3."
+    )
 
 
 def test_another_arm_is_judged_by_its_own_fit(law: Findings) -> None:
@@ -263,11 +271,11 @@ def test_a_learning_rate_between_two_of_the_grid_lies_between_them(law: Findings
 def test_a_learning_rate_beside_the_grid_is_not_guessed(law: Findings) -> None:
     prediction = predict_size(law, 1e6, 1e-6)
     assert prediction.outcome == "uncertain"
-    assert "beside the grid, which has 0.01, 0.03, 0.1 and 0.3" in prediction.words[0]
+    assert "outside the grid, which has 0.01, 0.03, 0.1 and 0.3" in prediction_words(prediction)[0]
 
 
 def test_a_prediction_is_json(law: Findings) -> None:
-    data = json.loads(json.dumps(predict_size(law, 1e9, 1e-6).to_json(), allow_nan=False))
+    data = json.loads(json.dumps(prediction_json(predict_size(law, 1e9, 1e-6)), allow_nan=False))
     assert data["rates"][0]["logit"] is None
     assert data["outcome"] == "uncertain"
     assert isinstance(data["words"], list)

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.analysis.runs import ARMS, Numbers, grid, params_of, planted, write_failures, write_study
-from trimtab.analysis.findings import Findings, read
-from trimtab.analysis.words import join, say_count, say_decades, say_number, say_range
+from trimtab.analysis.findings import Findings, Note, read
 from trimtab.lab.study import Arm, Cell
+from trimtab.report import notes_words, verdict_words
+from trimtab.report.numbers import beyond
+from trimtab.report.sentences import note_words
 
 
 @pytest.fixture(scope="module")
@@ -17,20 +19,20 @@ def law(tmp_path_factory: pytest.TempPathFactory) -> Findings:
 
 
 def has(findings: Findings, *parts: str) -> bool:
-    return any(all(part in line for part in parts) for line in findings.verdict)
+    return any(all(part in line for part in parts) for line in verdict_words(findings))
 
 
 def test_the_headline_says_what_breaks_where_and_what_holds(law: Findings) -> None:
-    assert law.verdict[0].startswith(
-        "Plain breaks at learning rate 0.1 at 147 thousand parameters, and by the fit at 0.03"
-    )
-    assert "steadied (qk-norm, z-loss=1e-4) holds up to learning rate 0.3" in law.verdict[0]
+    headline = verdict_words(law)[0]
+    assert headline.startswith("Plain diverges at learning rate 0.1 at 147k parameters (forecast: at 0.03 above 1M)")
+    assert "steadied (qk-norm, z-loss=1e-4) is stable up to learning rate 0.3" in headline
 
 
 def test_a_rate_that_breaks_every_size_is_no_matter_of_size(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1, 1.0), arms=ARMS[1:], seeds=(0,))
     broken = write_study(tmp_path, study, lambda cell: replace(planted(cell), loss=4.0 if cell.lr == 1 else 2.0))
-    assert read([broken]).verdict[0].endswith("holds up to learning rate 0.1 and breaks at 1 at every size.")
+    headline = verdict_words(read([broken]))[0]
+    assert headline.endswith("is stable up to learning rate 0.1 and diverges at 1 at every size.")
 
 
 def test_arms_are_compared_at_the_largest_size_with_a_range(law: Findings) -> None:
@@ -41,23 +43,23 @@ def test_arms_are_compared_at_the_largest_size_with_a_range(law: Findings) -> No
 
 
 def test_cause_cure_prediction_and_back_test_are_said(law: Findings) -> None:
-    assert has(law, "What breaks first in the 8 runs of plain", "attention logits above the critical value in 8")
-    assert has(law, "no learning rate fails with steadied")
-    assert has(law, "By the fit plain will fail at learning rate 0.03", "times the largest size that was run")
-    assert has(law, "off by a factor of 1.0", "at worst")
+    assert has(law, "First sign in the 8 diverging runs of plain", "attention logits above the critical value in 8")
+    assert has(law, "With steadied no learning rate diverges at 147k parameters.")
+    assert has(law, "Forecast for plain: learning rate 0.03 diverges above 1M parameters (", "times the largest size")
+    assert has(law, "off by a factor of 1.0", "at most")
     assert has(law, "The critical attention logit is")
 
 
 def test_nothing_is_called_missing_in_a_whole_study(law: Findings) -> None:
     assert law.notes == ()
-    assert not has(law, "not in this")
+    assert not has(law, "have no result")
 
 
 def test_one_seed_is_said(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, grid(lrs=(0.01, 0.1), seeds=(0,)))])
-    assert has(findings, "one seed, so how much of it is chance is not known")
+    assert has(findings, "one seed, so random variation is unknown")
     assert has(findings, "There is one seed only")
-    assert any("1 seed only" in note for note in findings.notes)
+    assert any("1 seed only" in note for note in notes_words(findings))
 
 
 def test_missing_cells_are_counted(tmp_path: Path) -> None:
@@ -65,15 +67,15 @@ def test_missing_cells_are_counted(tmp_path: Path) -> None:
     write_study(tmp_path, study, lambda cell: None if cell.lr == 0.1 and cell.arm == "plain" else planted(cell))
     write_failures(tmp_path, [(study.cells()[1].name, "out of memory")])
     findings = read([tmp_path])
-    assert has(findings, "3 of 12 cells are not in this")
-    assert any("out of memory" in note for note in findings.notes)
+    assert has(findings, "3 of 12 cells have no result")
+    assert any("out of memory" in note for note in notes_words(findings))
 
 
 def test_a_sensitivity_over_fewer_learning_rates_is_not_set_against_one_over_all(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.03, 0.1), seeds=(0,))
     write_study(tmp_path, study, lambda cell: None if cell.lr == 0.1 and cell.arm == "steadied" else planted(cell))
     findings = read([tmp_path])
-    assert has(findings, "as sensitive to its learning rate as steadied", "over the learning rates that both have")
+    assert has(findings, "as sensitive to the learning rate as steadied", "over the learning rates that both have")
     assert not has(findings, "nats of loss on average")
     assert not has(findings, "steadied: sensitivity")
 
@@ -83,31 +85,31 @@ def test_windows_that_differ_are_both_said(tmp_path: Path) -> None:
     lrs = (1e-4, 1e-3, 1e-2, 1.0)
     study = grid(sizes=("2x16",), lrs=lrs, seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda c: Numbers(loss=losses[c.arm][lrs.index(c.lr)]))])
-    assert has(findings, "over learning rates 0.0001 to 0.01 against", "over learning rates 0.001 to 1")
+    assert has(findings, "over learning rates 0.0001–0.01, ", "over learning rates 0.001–1")
 
 
 def test_a_recipe_that_holds_is_said_to_hold_as_far_as_it_was_run(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=ARMS[1:], seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda _: Numbers(loss=2.0))])
-    assert findings.verdict[0] == (
-        "Steadied (qk-norm, z-loss=1e-4) holds up to learning rate 0.1 at 147 thousand parameters."
+    assert verdict_words(findings)[0] == (
+        "Steadied (qk-norm, z-loss=1e-4) is stable up to learning rate 0.1 at 147k parameters."
     )
-    assert not has(findings, "What breaks first")
-    assert has(findings, "because no attention logits are known here") or has(findings, "critical", "paper")
+    assert not has(findings, "First sign")
+    assert has(findings, "critical", "paper", "because no attention logits were logged here")
 
 
 def test_a_recipe_that_learns_nothing_is_not_called_robust(tmp_path: Path) -> None:
     study = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda _: Numbers(why="diverged"))])
     assert (findings.curves[0].sensitivity, findings.curves[0].failing_lr) == (0.0, 0.01)
-    assert findings.verdict[0] == "Plain learns nothing at 6.14 thousand parameters, at any learning rate."
-    assert any("its sensitivity says nothing" in note for note in findings.notes)
+    assert verdict_words(findings)[0] == "Plain learns nothing at any learning rate at 6.14k parameters."
+    assert any("the sensitivity is not meaningful" in note for note in notes_words(findings))
 
 
 def test_an_arm_that_does_not_help_is_said_not_to(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=(Arm("plain"), Arm("z-loss", ("z-loss=1e-4",))), seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda cell: Numbers(loss=2.0 if cell.lr < 0.1 else 4.0))])
-    assert has(findings, "It makes no difference with z-loss")
+    assert has(findings, "z-loss does not raise the lowest diverging learning rate.")
 
 
 def test_other_causes_are_named(tmp_path: Path) -> None:
@@ -117,24 +119,24 @@ def test_other_causes_are_named(tmp_path: Path) -> None:
         return Numbers(loss=4.0, grad_rms=1e-8, spikes=(200,))
 
     study = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,), steps=400)
-    assert has(read([write_study(tmp_path, study, numbers)]), "What breaks first", "a spike of the loss in 1")
+    assert has(read([write_study(tmp_path, study, numbers)]), "First sign", "a loss spike in 1")
 
 
-def test_gradients_near_eps_are_foretold_for_rates_that_do_not_fail(tmp_path: Path) -> None:
+def test_gradients_near_eps_are_forecast_for_rates_that_do_not_fail(tmp_path: Path) -> None:
     def numbers(cell: Cell) -> Numbers:
         rms = {0.01: 40.0, 0.1: 4.0}[cell.lr] / params_of(cell.config)
         return Numbers(grad_rms=rms, loss=2.0 if cell.lr < 0.1 or cell.arm != "plain" else 4.0)
 
     findings = read([write_study(tmp_path, grid(lrs=(0.01, 0.1), seeds=(0,)), numbers)])
-    assert has(findings, "Gradients of plain", "at learning rate 0.01 from about 400 million")
-    assert has(findings, "Gradients of steadied", "at learning rate 0.1 from about 40 million")
+    assert has(findings, "Forecast for plain: at learning rate 0.01 gradients", "above 400M parameters")
+    assert has(findings, "Forecast for steadied: at learning rate 0.1 gradients", "above 40M parameters")
 
 
 def test_several_studies_are_told_apart(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_study(tmp_path / name, grid(sizes=("2x16",), lrs=(0.01, 0.1), seeds=(0,), name=name))
     findings = read([tmp_path / "one", tmp_path / "two"])
-    assert findings.verdict[0].startswith("one: ")
+    assert verdict_words(findings)[0].startswith("one: ")
     assert has(findings, "two: ")
 
 
@@ -143,39 +145,42 @@ def test_no_finished_run_quotes_the_first_failure(tmp_path: Path) -> None:
     write_study(tmp_path, study, lambda _: None)
     write_failures(tmp_path, [(study.cells()[0].name, "ImportError: no module named mine")])
     findings = read([tmp_path])
-    assert findings.verdict[0] == "No run has finished, so there is nothing to say yet: of 1 cell 1 failed."
+    assert verdict_words(findings)[0] == "No run has finished, so there are no results yet (1 cell: 1 failed)."
+    assert verdict_words(findings)[-1].startswith("Start the study again")
     assert has(findings, "ImportError: no module named mine")
 
 
 def test_no_sentence_has_marks_or_holes(law: Findings) -> None:
-    for line in (*law.verdict, *law.notes):
+    for line in (*verdict_words(law), *notes_words(law)):
         assert not set("*`_#<>|") & set(line.replace("qk_norm", ""))
         assert "nan" not in line.split()
         assert "None" not in line
 
 
-def test_numbers_are_said_as_people_say_them() -> None:
-    assert [say_count(x) for x in (950, 6144, 147_456, 999_999, 1e6, 2.43e9, 4.8e12)] == [
-        "950",
-        "6.14 thousand",
-        "147 thousand",
-        "1 million",
-        "1 million",
-        "2.43 billion",
-        "4.8 trillion",
-    ]
-    assert [say_number(x) for x in (0, 0.000012, 0.5, 12.34, 75_000, 1e20, float("nan"), float("inf"))] == [
-        "0",
-        "1.2e-05",
-        "0.5",
-        "12.3",
-        "75 thousand",
-        "1e+20",
-        "unknown",
-        "infinite",
-    ]
-    assert say_decades(1.0) == "10 times the largest size that was run"
-    assert say_decades(3.5) == "3.5 powers of ten beyond the largest size that was run"
-    assert say_range(1e6, None) == "1 million at the earliest"
-    assert say_range(None, None) == "no bounds can be given"
-    assert join(["a", "b", "c"]) == "a, b and c"
+def test_distances_are_factors_or_powers_of_ten() -> None:
+    assert beyond(1.0) == "10 times the largest size that was run"
+    assert beyond(3.5) == "3.5 powers of ten beyond the largest size that was run"
+
+
+EVERY_NOTE = [
+    (Note(kind="no runs", where="a"), "a holds no study and no run"),
+    (Note(kind="bad study", where="a"), "a cannot be read, so its runs are read without it"),
+    (Note(kind="bad cells", where="a", count=2), "2 cells of a cannot be read"),
+    (Note(kind="missing", count=5, of=9, items=("a", "b", "c")), "5 of 9 cells were not run (a; b; c; 2 more)"),
+    (Note(kind="stopped", count=5, of=9), "5 of 9 cells were stopped early"),
+    (Note(kind="broken lines", count=1, of=2), "2 in all"),
+    (
+        Note(kind="mixed", where="versions", count=2, items=("1: 3 runs", "2: 4 runs")),
+        "2 different versions (1: 3 runs, ",
+    ),
+    (Note(kind="missing rates", where="a", count=2, of=4, items=("0.1", "1")), "2 of 4 learning rates; no run has"),
+    (Note(kind="one rate", where="a", count=1), "needs two learning rates, there is 1"),
+    (Note(kind="few seeds", count=1, of=2), "for some cells there is 1 seed only"),
+    (Note(kind="no logits", where="a"), "no attention logits were logged"),
+    (Note(kind="no params", items=("a", "b")), "in no fit: a and b"),
+]
+
+
+@pytest.mark.parametrize(("note", "words"), EVERY_NOTE)
+def test_every_note_has_a_sentence(note: Note, words: str) -> None:
+    assert words in note_words(note)

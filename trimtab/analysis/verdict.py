@@ -59,10 +59,13 @@ def _judge(findings: Findings, source: Source) -> StudyVerdict:
     names = list(dict.fromkeys(curve.arm for curve in curves))
     base = by_arm[names[0]][-1] if names else None
     fits = [f for f in findings.fits if (f.study, f.signal) == (source.name, "logit_max") and not f.bounded]
-    pairs = []
-    for one in findings.comparisons:
-        if base is not None and (one.study, one.size) == (base.study, base.size) and math.isfinite(one.ratio):
-            pairs.append((one, base, next(c for c in curves if (c.arm, c.size) == (one.other, one.size))))
+    by_key = {curve.key: curve for curve in curves}
+    pairs = [
+        (one, base, other)
+        for one in findings.comparisons
+        if base is not None and one.size == base.size and math.isfinite(one.ratio)
+        if (other := by_key.get((one.study, one.other, one.size))) is not None
+    ]
     return StudyVerdict(
         source=source,
         arms=tuple(_arm(findings, source, by_arm[name], base) for name in names),

@@ -33,7 +33,6 @@ from trimtab.analysis.problems import (
 )
 from trimtab.analysis.spikes import SpikeRules
 from trimtab.analysis.thresholds import CRITICAL_LOGIT, LEAST_SPIKE, LOGZ_DRIFT, LOSS_RATIOS
-from trimtab.report.numbers import number
 from trimtab.runs import EventKind, Run, read_run
 
 
@@ -105,7 +104,7 @@ def _(x: NotFinite) -> Words:
     evidence = []
     if x.alarm is not None:
         alarm = x.alarm.alarm
-        evidence.append(f"alarm at step {x.alarm.step}: {alarm.where} {alarm.signal} {number(alarm.value)}")
+        evidence.append(f"alarm at step {x.alarm.step}: {alarm.where} {alarm.signal} {alarm.value:g}")
     if x.bad_tensors is not None:
         step, names = x.bad_tensors
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -148,7 +148,8 @@ class View:
     def _add_signals(self, record: SignalRecord) -> None:
         highest: dict[str, list[float]] = {}
         for name, signals in record.tensors.items():
-            highest.setdefault(layer_of(name), []).append(signals.get("rms", math.nan))
+            if "rms" in signals:
+                highest.setdefault(layer_of(name), []).append(signals["rms"])
         for layer, values in highest.items():
             self._add(layer, "rms", _worst(values))
         for name, signals in record.layers.items():

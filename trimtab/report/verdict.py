@@ -136,8 +136,8 @@ def _forecasts(findings: Findings, study: StudyVerdict) -> Iterator[str]:
     for arm in study.arms:
         if (near := arm.near_eps) is not None:
             yield (
-                f"Forecast for {arm.arm}: at learning rate {number(near.lr)} gradients come within {NEAR_EPS:.0f} times "
-                f"Adam's ε above {count(near.fails_at, 2)} parameters ({range_words(near)}); a smaller ε avoids it."
+                f"Forecast for {arm.arm}: at learning rate {number(near.lr)} gradients come within {NEAR_EPS:.0f} "
+                f"times Adam's ε above {count(near.fails_at, 2)} parameters ({range_words(near)}); a smaller ε avoids it."
             )
     if any((x.signal, x.study) == ("logit_max", study.source.name) for x in findings.forecasts):
         critical = findings.critical
