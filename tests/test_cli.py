@@ -13,6 +13,7 @@ import torch
 from tests.train.runs import write_words
 from trimtab import cli
 from trimtab.ops import backends, doctor
+from trimtab.recipes import gpt_tiny
 from trimtab.train.config import flatten, to_json
 
 
@@ -166,7 +167,7 @@ def test_recipes_are_listed_with_what_they_are(capsys):
 def test_every_field_of_a_recipe_has_an_option(capsys):
     code, out, _ = call(capsys, "train", "gpt-tiny", "--help")
     assert code == 0
-    for option in flatten(to_json(cli.options.find_recipe("gpt-tiny"))):
+    for option in flatten(to_json(gpt_tiny())):
         assert option == "kind" or f"--{option.replace('_', '-')} " in out
 
 

@@ -10,7 +10,7 @@ from trimtab.recipes import RECIPES
 from trimtab.train.build import build_optimizer
 from trimtab.train.config import differences, with_values
 from trimtab.train.module import module_run
-from trimtab.train.plan import foretell
+from trimtab.train.plan import simulate
 
 LAB = with_steps(open_subject("gpt-lab"), 500)
 OWN = module_run("tests.lab.own_model:build")
@@ -75,14 +75,14 @@ def test_sequence_length_warmup_sees_as_many_tokens():
     assert (after.schedule.seqlen.start, after.schedule.seqlen.steps) == (8, 150)
     assert after.schedule.lr.decay_unit == "tokens"
     assert after.steps > before.steps
-    assert 0 <= foretell(after).tokens - foretell(before).tokens <= before.batch * before.model.context
+    assert 0 <= simulate(after).tokens - simulate(before).tokens <= before.batch * before.model.context
 
 
 def test_batch_warmup_sees_as_many_samples():
     before, after = LAB, apply(LAB, "batch-warmup=0.3")
     assert (after.batch_warmup.start, after.batch_warmup.end) == (2, 16)
     assert after.steps > before.steps
-    assert 0 <= foretell(after).tokens - foretell(before).tokens <= before.batch * before.model.context
+    assert 0 <= simulate(after).tokens - simulate(before).tokens <= before.batch * before.model.context
 
 
 def test_a_larger_batch_sees_the_same_data():

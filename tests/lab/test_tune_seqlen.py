@@ -162,7 +162,7 @@ def test_trials_keep_the_learning_rate_of_the_whole_run(tmp_path):
     search = module._Search(small(tmp_path), tmp_path, quiet(), (), multiples=5, limit=1.3)
     trial = search.trial_config(8, 20)
     assert trial.steps == 20
-    whole = module.foretell(search.config_for(8, 20))
+    whole = module.simulate(search.config_for(8, 20))
     assert trial.schedule.lr.decay == (whole.steps if trial.schedule.lr.decay_unit == "steps" else whole.tokens)
     assert trial.eval_every == 1
     assert trial.schedule.seqlen.start == 8

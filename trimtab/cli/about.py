@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trimtab.cli.options import Fields, Recipe, find_recipe, list_recipes, override
+from trimtab.cli.options import Fields, Recipe, configure, list_recipes
 
 
 def recipes() -> int:
@@ -15,15 +15,15 @@ def schedule(recipe: Recipe, /, *, svg: Path | None = None, fields: Fields = ())
     """Show learning rate, sequence length and batch size over a run, without training.
 
     Args:
-        svg: also write the picture to this file
+        svg: also write the drawing to this file
     """
-    config = override(find_recipe(recipe), fields, f"trimtab schedule {recipe}")
+    config = configure(recipe, fields, "schedule")
     from trimtab.train.plan import draw_plan
 
-    picture = draw_plan(config)
-    print(picture.text)
+    drawing = draw_plan(config)
+    print(drawing.text)
     if svg is not None:
-        svg.write_text(picture.svg)
+        svg.write_text(drawing.svg)
         print(f"wrote {svg}")
     return 0
 

@@ -1,23 +1,11 @@
 """Commands for studies of many runs."""
 
-import json
 from dataclasses import replace
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trimtab.cli.options import (
-    FAILED,
-    INTERRUPTED,
-    TERMINATED,
-    Command,
-    Fields,
-    Recipe,
-    find_recipe,
-    free_folder,
-    list_recipes,
-    override,
-    refuse,
-)
+from trimtab.cli.options import FAILED, Command, Fields, Recipe, configure, exit_code, free_folder, list_recipes, refuse
 
 if TYPE_CHECKING:
     from trimtab.lab.study import Study
@@ -68,9 +56,14 @@ def lab(
         refuse(f"{' and '.join(given)} are different studies; give one of them")
     if workers is not None and workers < 1:
         refuse(f"--workers {workers} is too few; try --workers 1, or leave it out for one per core")
+    from trimtab.lab.study import slug
+
     chosen = _choose(subject, quick=quick, question=study, file=config)
     chosen = _change(chosen, sizes=sizes, lrs=lrs, arms=arms, seeds=seeds, steps=steps)
-    return _run(chosen, out or str(Path("runs") / _folder_name(chosen)), executor, workers, command)
+    # The same study has the same folder, so that the same command continues it.
+    names = [chosen.name] * (chosen.name != "default") + [chosen.subject] * (chosen.subject != "gpt-lab")
+    folder = Path("runs") / "-".join(["lab", *map(slug, names)])
+    return _run(chosen, out or str(folder), executor, workers, command)
 
 
 def _choose(subject: str, *, quick: bool, question: str | None, file: Path | None) -> "Study":
@@ -110,20 +103,11 @@ def _change(study: "Study", **given: Any) -> "Study":
     return replace(study, **changes)
 
 
-def _folder_name(study: "Study") -> str:
-    """The same study has the same folder, so that the same command continues it."""
-    from trimtab.lab.study import slug
-
-    names = [study.name] * (study.name != "default") + [study.subject] * (study.subject != "gpt-lab")
-    return "-".join(["lab", *map(slug, names)])
-
-
 def _run(study: "Study", out: str, executor: str, workers: int | None, command: str) -> int:
     """Run the sweep, write the page, print the verdict."""
     from trimtab.lab.executors import make_executor
     from trimtab.lab.sweep import sweep
-    from trimtab.report.page import load_drawing
-    from trimtab.runs import End
+    from trimtab.report import load_drawing
 
     load_drawing()  # a missing package is reported before the sweep, not after it
     count = len(study.cells())
@@ -132,7 +116,7 @@ def _run(study: "Study", out: str, executor: str, workers: int | None, command: 
     summary = sweep(study, out, executor=make_executor(executor, workers))
     if summary.stopped:
         print(f"continue with: {command}")
-        return INTERRUPTED if summary.stopped is End.INTERRUPTED else TERMINATED
+        return exit_code(summary.stopped)
     _write_page([out], None, command, study.name)
     return FAILED if summary.failed else 0
 
@@ -194,17 +178,13 @@ def predict(
         arm: one set of interventions; default: the first of the study
         json: print everything as JSON
     """
-    return _predict(folder, params, lr, arm, as_json=json)
-
-
-def _predict(folder: str, params: float, lr: float | None, arm: str | None, *, as_json: bool) -> int:
     from trimtab.analysis.findings import read
     from trimtab.analysis.predict import predict_size
     from trimtab.lab.store import fetch
     from trimtab.report import prediction_json, prediction_words
 
     prediction = predict_size(read([fetch(folder)]), params, lr, arm)
-    print(json.dumps(prediction_json(prediction), indent=1) if as_json else "\n".join(prediction_words(prediction)))
+    print(dumps(prediction_json(prediction), indent=1) if json else "\n".join(prediction_words(prediction)))
     return 0
 
 
@@ -222,7 +202,7 @@ def tune_seqlen(
         limit: largest perplexity relative to its best so far
         multiples: length of a trial, in multiples of the learning-rate warmup
     """
-    config = override(find_recipe(recipe), fields, f"trimtab tune-seqlen {recipe}")
+    config = configure(recipe, fields, "tune-seqlen")
     from trimtab.lab.tune_seqlen import tune_seqlen
 
     folder = out or free_folder(Path("runs"), f"tune-{recipe}")

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import json
 import re
 import shlex
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import tyro
 
 if TYPE_CHECKING:
+    from trimtab.runs import End
     from trimtab.train import RunConfig
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 HELP = ("-h", "--help")
+Commands = Mapping[str, Callable[..., int]]
 DESCRIPTION = "Stable, low-precision, memory-lean Transformer training."
 Recipe = Annotated[str, tyro.conf.arg(metavar="RECIPE", help="a recipe, or your own model as package.file:function")]
 Folder = Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder of the run")]
@@ -42,7 +45,7 @@ def refuse(message: str) -> NoReturn:
     sys.exit(BAD_INPUT)
 
 
-def parse(commands: Mapping[str, Callable[..., int]], words: list[str]) -> Callable[[], int]:
+def parse(commands: Commands, words: list[str]) -> Callable[[], int]:
     """The call that a command line asks for."""
     if not words:
         _show_help(commands, [])
@@ -104,12 +107,12 @@ def _check(option: str | None, known: list[str]) -> None:
 # --- tyro
 
 
-def _call(commands: Mapping[str, Callable[..., int]], words: list[str]) -> Callable[[], int]:
+def _call(commands: Commands, words: list[str]) -> Callable[..., int]:
     """Let tyro parse the words. Its error message is reduced to one line."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            call: Callable[[], int] = tyro.extras.subcommand_cli_from_dict(
+            call: Callable[..., int] = tyro.extras.subcommand_cli_from_dict(
                 {name: _deferred(function, brief=words[0] in HELP) for name, function in commands.items()},
                 prog="trimtab",
                 description=DESCRIPTION,
@@ -125,7 +128,7 @@ def _call(commands: Mapping[str, Callable[..., int]], words: list[str]) -> Calla
         raise
 
 
-def _show_help(commands: Mapping[str, Callable[..., int]], words: list[str]) -> NoReturn:
+def _show_help(commands: Commands, words: list[str]) -> NoReturn:
     """Answer a command line that is too short with the help."""
     with contextlib.suppress(SystemExit):
         _call(commands, [*words, "--help"])
@@ -156,13 +159,6 @@ def _unboxed(text: str) -> str:
 # --- Recipes and the fields of their configs
 
 
-def find_recipe(name: str) -> "RunConfig":
-    """The config of a recipe, or of the user's own model and data, given as package.file:function."""
-    from trimtab.lab.subjects import open_subject
-
-    return open_subject(name)
-
-
 def list_recipes() -> str:
     # Parsed, not imported: importing the recipes would import torch.
     source = ast.parse((Path(__file__).parent.parent / "recipes.py").read_text())
@@ -170,6 +166,13 @@ def list_recipes() -> str:
     table: Any = next(node.value for node in source.body if isinstance(node, ast.AnnAssign))
     pairs = [(key.value, functions[value.id]) for key, value in zip(table.keys, table.values, strict=True)]
     return "\n".join(f"  {name:14} {(ast.get_docstring(node) or '').splitlines()[0]}" for name, node in pairs)
+
+
+def configure(recipe: str, fields: tuple[str, ...], command: str) -> "RunConfig":
+    """The config of a recipe, or of the user's own model as package.file:function, with fields changed."""
+    from trimtab.lab.subjects import open_subject
+
+    return override(open_subject(recipe), fields, f"trimtab {command} {recipe}")
 
 
 def override(config: "RunConfig", words: tuple[str, ...], prog: str) -> "RunConfig":
@@ -200,16 +203,18 @@ def override(config: "RunConfig", words: tuple[str, ...], prog: str) -> "RunConf
 
 
 def _from_json(text: str) -> Any:
-    try:
+    with contextlib.suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
+
+
+def exit_code(end: "End | str") -> int:
+    from trimtab.runs import End
+
+    return {End.DONE: 0, End.INTERRUPTED: INTERRUPTED, End.TERMINATED: TERMINATED}.get(End(end), FAILED)
 
 
 def free_folder(parent: Path, name: str) -> Path:
     """`name`, `name-2`, `name-3`, ...: the first that does not exist."""
-    folder, number = parent / name, 1
-    while folder.exists():
-        number += 1
-        folder = parent / f"{name}-{number}"
-    return folder
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(parent / each for each in names if not (parent / each).exists())

@@ -4,17 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import (
-    FAILED,
-    INTERRUPTED,
-    TERMINATED,
-    Fields,
-    Folder,
-    Recipe,
-    find_recipe,
-    free_folder,
-    override,
-)
+from trimtab.cli.options import Fields, Folder, Recipe, configure, exit_code, free_folder, override
 
 
 def train(recipe: Recipe, /, *, out: Path | None = None, fields: Fields = ()) -> int:
@@ -23,7 +13,7 @@ def train(recipe: Recipe, /, *, out: Path | None = None, fields: Fields = ()) ->
     Args:
         out: folder of the run; default: a new one in runs/
     """
-    config = override(find_recipe(recipe), fields, f"trimtab train {recipe}")
+    config = configure(recipe, fields, "train")
     folder = out or free_folder(Path("runs"), recipe)
     from trimtab.train import train
 
@@ -107,8 +97,6 @@ def explain(folder: Folder, /) -> int:
 
 
 def _report_end(result: dict[str, Any], folder: Path) -> int:
-    from trimtab.runs import End
-
     loss = "none" if result["validation_loss"] is None else f"{result['validation_loss']:.4f}"
     clocks = f"{result['step']} steps, {result['tokens']:,} tokens, {result['seconds']:.0f} s"
     lines = [f"{result['why']}: {clocks}, best validation loss {loss}"]
@@ -117,4 +105,4 @@ def _report_end(result: dict[str, Any], folder: Path) -> int:
         lines.append(f"torch.compile: {result['compilations']} compilations, at most {most} expected")
     if os.environ.get("RANK", "0") == "0":  # of torchrun: only the first process prints
         print("\n".join([*lines, f"the run is in {folder}"]))
-    return {End.DONE: 0, End.INTERRUPTED: INTERRUPTED, End.TERMINATED: TERMINATED}.get(End(result["why"]), FAILED)
+    return exit_code(result["why"])

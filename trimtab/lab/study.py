@@ -26,7 +26,7 @@ from trimtab.lab.sizes import Size, ladder, scaled
 from trimtab.lab.subjects import open_subject, with_steps
 from trimtab.runs.folder import CELLS, FORMAT
 from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json, upgrade
-from trimtab.train.plan import foretell
+from trimtab.train.plan import simulate
 
 # Time of a training step on two cores: milliseconds of one block over 1024 tokens, linear in the width (3 sizes).
 BLOCK_MS, BLOCK_MS_PER_WIDTH, REFERENCE_TOKENS = 1.0, 3 / 32, 1024
@@ -96,7 +96,7 @@ class Study:
             config = scaled(self.base, size)
             for switch in arm.switches:
                 config = apply(config, switch, base_width=base_width)
-            foretell(config)  # checks that the schedules fit into the run
+            simulate(config)  # checks that the schedules fit into the run
         except ValueError as error:
             raise ConfigError(f"cell {place}: {error}") from None
         return config

@@ -33,7 +33,7 @@ from trimtab.report.numbers import count
 from trimtab.runs import End, EventKind, RunError, RunFolder, replace_json
 from trimtab.train import CLIPRun, GPTRun, RunConfig
 from trimtab.train.config import FREE, ConfigError, differences, load_config, to_json
-from trimtab.train.plan import foretell
+from trimtab.train.plan import simulate
 
 EVALUATIONS = 4  # within one learning-rate warmup, at least
 KINDS = ("linear", "root")  # schedules with a start and a duration only
@@ -142,7 +142,7 @@ class _Search:
             )
         self.starts = _check_starts(config, tuple(starts))
         self.durations = range(self.warmup, config.steps + 1, self.warmup)
-        self.run_tokens = foretell(config).tokens
+        self.run_tokens = simulate(config).tokens
         self.max_trials = max_trials(self.starts, self.durations, self.window)
         # All starts at the first duration, then the most expensive bisection: a longer start has more tokens.
         shorter = [steps for steps in self.durations if steps < self.window]
@@ -159,7 +159,7 @@ class _Search:
     def trial_config(self, start: int, steps: int) -> RunConfig:
         full = self.config_for(start, steps)
         # The learning rate decays as in the full run, not to the end of the trial.
-        schedule = replace(full.schedule, lr=foretell(full).rate)
+        schedule = replace(full.schedule, lr=simulate(full).rate)
         evals = min(self.config.eval_every, max(1, self.warmup // EVALUATIONS))
         saves = max(1, min(self.config.checkpoint_every, self.window // 2))
         return replace(full, schedule=schedule, steps=self.window, eval_every=evals, checkpoint_every=saves, keep=1)
@@ -290,7 +290,7 @@ def _describe(search: _Search, found: Found) -> str:
     words = f"start {found.start}, warmup over {found.steps} steps: no {rule} in {search.window} steps; {cost}"
     if found.steps == search.durations[-1]:
         words += ". That is the whole run, the longest duration tried; a third of the run is the usual choice"
-    tokens = foretell(search.config_for(found.start, found.steps)).tokens
+    tokens = simulate(search.config_for(found.start, found.steps)).tokens
     if tokens < budget.run_tokens:
         words += f". In {search.config.steps} steps the run trains on {tokens / budget.run_tokens:.0%} of the tokens"
     return words
