@@ -109,11 +109,12 @@ def _check(option: str | None, known: list[str]) -> None:
 
 def _call(commands: Commands, words: list[str]) -> Callable[..., int]:
     """Let tyro parse the words. Its error message is reduced to one line."""
-    errors = io.StringIO()
+    errors, brief = io.StringIO(), words[0] in HELP
+    chosen = commands if brief else {words[0]: commands[words[0]]}
     try:
         with contextlib.redirect_stderr(errors):
             call: Callable[..., int] = tyro.extras.subcommand_cli_from_dict(
-                {name: _deferred(function, brief=words[0] in HELP) for name, function in commands.items()},
+                {name: _deferred(function, brief=brief) for name, function in chosen.items()},
                 prog="trimtab",
                 description=DESCRIPTION,
                 args=words,
