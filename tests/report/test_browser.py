@@ -210,7 +210,7 @@ def test_paper_gets_every_fold_and_the_screen_its_page_back(visit: Visit, tmp_pa
 @pytest.mark.slow
 def test_a_picture_for_the_readme_is_small(visit: Visit, tmp_path: Path) -> None:
     page, out = visit.url.removeprefix("file://"), tmp_path / "new" / "lab.png"
-    command = [sys.executable, "-m", "trimtab.report.picture", page, str(out)]
+    command = [sys.executable, "-m", "bench.picture", page, str(out)]
     subprocess.run(command, check=True, timeout=120)  # a second driver does not start in this process
     assert out.read_bytes().startswith(b"\x89PNG")
     assert 20_000 < out.stat().st_size <= 400_000

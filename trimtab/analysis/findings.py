@@ -74,6 +74,11 @@ class Result:
     broken: int = 0  # lines that could not be read
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        """Of the curve that the run belongs to."""
+        return self.study, self.arm, self.size
+
+    @property
     def finished(self) -> bool:
         return self.status in (Status.DONE, Status.STOPPED)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from trimtab.analysis.findings import Backtest, Fit, Result, Signal, evaluate
-from trimtab.analysis.measure import geometric_mean
+from trimtab.analysis.measure import geometric_mean, group_by
 from trimtab.analysis.thresholds import HORIZON
 
 _SIGNALS: tuple[Signal, ...] = ("logit_max", "grad_rms")
@@ -23,10 +23,8 @@ Point = tuple[int, int, float]  # params, seed, value
 
 def fits_of(results: Sequence[Result]) -> list[Fit]:
     """One per study, arm, learning rate and signal that was measured at two sizes or more."""
-    groups: dict[tuple[str, str, float], list[Result]] = {}
-    for result in results:
-        if result.finished and result.params and math.isfinite(result.lr):
-            groups.setdefault((result.study, result.arm, result.lr), []).append(result)
+    known = [r for r in results if r.finished and r.params and math.isfinite(r.lr)]
+    groups = group_by(known, lambda result: (result.study, result.arm, result.lr))
     fits = [_fit(key, signal, group) for key, group in groups.items() for signal in _SIGNALS]
     return sorted([fit for fit in fits if fit is not None], key=lambda fit: (fit.study, fit.signal, fit.arm, fit.lr))
 

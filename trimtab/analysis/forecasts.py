@@ -28,7 +28,7 @@ def critical_of(results: Sequence[Result], curves: Sequence[Curve]) -> Critical:
     """From the runs whose logits are not bounded; the paper's value if they do not determine one."""
     by_key = {curve.key: curve for curve in curves}
     runs = [r for r in results if r.finished and not r.bounded and r.logit_max > 0 and math.isfinite(r.logit_max)]
-    judged = [(r.logit_max, run_fails(r, by_key[key])) for r in runs if (key := (r.study, r.arm, r.size)) in by_key]
+    judged = [(r.logit_max, run_fails(r, by_key[key])) for r in runs if (key := r.key) in by_key]
     failed = sorted(logit for logit, fails in judged if fails)
     stable = sorted(logit for logit, fails in judged if not fails)
     paper = Critical(

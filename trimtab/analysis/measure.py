@@ -15,26 +15,28 @@ slowly; it does not fail.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
 from trimtab.analysis.findings import Comparison, Curve, Result, Slope
 from trimtab.analysis.thresholds import FAILS
 
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 DECADES = 3.0
 _ROUNDING = 0.02  # decades: 3e-4 ... 0.3 is a window of three even where it was written as 0.00031
 
 
 def score(loss: float, first: float) -> float:
-    """Never worse than before training; NaN and infinity are l0."""
+    """The loss, at most l0; NaN and infinity are l0."""
     return min(loss, first) if math.isfinite(loss) else first
 
 
 def sensitivity(losses: Sequence[float], first: float) -> float:
-    """Of final losses over a grid; NaN if there are fewer than two or l0 is not known."""
+    """Of final losses over a grid; NaN for fewer than two or an unknown l0."""
     scores = [score(loss, first) for loss in losses]
     return fmean(scores) - min(scores) if len(scores) > 1 and math.isfinite(first) else math.nan
 
@@ -60,13 +62,9 @@ def fails(loss: float, best: float, first: float, share: float = FAILS) -> bool:
 
 
 def curves_of(results: Sequence[Result]) -> list[Curve]:
-    """One per study, arm and size, in the order in which they first come."""
-    groups: dict[tuple[str, str, str], list[Result]] = {}
-    for result in results:
-        if math.isfinite(result.lr):
-            groups.setdefault((result.study, result.arm, result.size), []).append(result)
-    made = [_curve(group) for group in groups.values()]
-    return [curve for curve in made if curve is not None]
+    """One per study, arm and size."""
+    groups = group_by([result for result in results if math.isfinite(result.lr)], lambda result: result.key)
+    return [curve for group in groups.values() if (curve := _curve(group)) is not None]
 
 
 def _curve(group: Sequence[Result]) -> Curve | None:
@@ -75,14 +73,14 @@ def _curve(group: Sequence[Result]) -> Curve | None:
     done = [result for result in group if result.finished and math.isfinite(_score(result, first))]
     if not done:
         return None
-    by_lr = {lr: list(runs) for lr, runs in groupby(sorted(done, key=lambda result: result.lr), lambda r: r.lr)}
-    scores = {lr: [_score(result, first) for result in runs] for lr, runs in by_lr.items()}
-    loss = tuple(fmean(values) for values in scores.values())
-    lrs, best = tuple(by_lr), min(loss)
+    by_lr = group_by(sorted(done, key=lambda result: result.lr), lambda result: result.lr)
+    lrs, groups = tuple(by_lr), list(by_lr.values())
+    scores = [[_score(result, first) for result in runs] for runs in groups]
+    loss = tuple(map(fmean, scores))
+    best = min(loss)
     value, window = best_window(lrs, loss, first)
     seeds = seed_sensitivities(done, lrs)
     spread = [*seeds.values(), value] if len(seeds) > 1 else []
-    broken = tuple(sum(not math.isfinite(run.loss) for run in runs) for runs in by_lr.values())
     return Curve(
         study=done[0].study,
         arm=done[0].arm,
@@ -92,14 +90,14 @@ def _curve(group: Sequence[Result]) -> Curve | None:
         width=done[0].width,
         lrs=lrs,
         loss=loss,
-        low=tuple(min(values) for values in scores.values()),
-        high=tuple(max(values) for values in scores.values()),
-        seeds=tuple(len(values) for values in scores.values()),
-        broken=broken,
-        spikes=tuple(fmean(len(run.spikes) for run in runs) for runs in by_lr.values()),
+        low=tuple(map(min, scores)),
+        high=tuple(map(max, scores)),
+        seeds=tuple(map(len, scores)),
+        broken=tuple(sum(not math.isfinite(run.loss) for run in runs) for runs in groups),
+        spikes=tuple(fmean(len(run.spikes) for run in runs) for runs in groups),
         loss_ratio=tuple(_ratio(x, best) for x in loss),
-        logit_max=tuple(geometric_mean(run.logit_max for run in runs) for runs in by_lr.values()),
-        grad_rms=tuple(geometric_mean(run.grad_rms for run in runs) for runs in by_lr.values()),
+        logit_max=tuple(geometric_mean(run.logit_max for run in runs) for runs in groups),
+        grad_rms=tuple(geometric_mean(run.grad_rms for run in runs) for runs in groups),
         missing=tuple(sorted({result.lr for result in group} - set(lrs))),
         first=first,
         best_lr=lrs[loss.index(best)],
@@ -144,7 +142,7 @@ def run_fails(result: Result, curve: Curve) -> bool:
 def slopes_of(curves: Sequence[Curve]) -> list[Slope]:
     """Sensitivity against size, along width, along depth, and along both where both change."""
     slopes = []
-    for (study, arm), group in _by(curves, lambda curve: (curve.study, curve.arm)):
+    for (study, arm), group in group_by(curves, lambda curve: (curve.study, curve.arm)).items():
         known = [curve for curve in group if curve.params and math.isfinite(curve.sensitivity)]
         same_depth = _largest(known, lambda curve: curve.depth)
         same_width = _largest(known, lambda curve: curve.width)
@@ -160,16 +158,12 @@ def slopes_of(curves: Sequence[Curve]) -> list[Slope]:
 
 def comparisons_of(results: Sequence[Result], curves: Sequence[Curve]) -> list[Comparison]:
     """The first arm of each study against the others, size by size."""
-    arms: dict[str, str] = {}
-    for result in results:
-        arms.setdefault(result.study, result.arm)
+    arms = {result.study: result.arm for result in reversed(results)}
     found = []
-    for (study, _), group in _by(curves, lambda curve: (curve.study, curve.size)):
-        first = next((curve for curve in group if curve.arm == arms[study]), None)
-        if first is not None:
-            those = [_compare(results, first, curve) for curve in group if curve is not first]
-            found += [comparison for comparison in those if comparison is not None]
-    return found
+    for (study, _), group in group_by(curves, lambda curve: (curve.study, curve.size)).items():
+        for first in (curve for curve in group if curve.arm == arms[study]):
+            found += [_compare(results, first, curve) for curve in group if curve is not first]
+    return [comparison for comparison in found if comparison is not None]
 
 
 def _compare(results: Sequence[Result], one: Curve, other: Curve) -> Comparison | None:
@@ -177,29 +171,24 @@ def _compare(results: Sequence[Result], one: Curve, other: Curve) -> Comparison 
     shared = [lr for lr in one.lrs if lr in other.lrs]
     if len(shared) < 2:
         return None
-    a, b = (_sensitivity_over(curve, shared) for curve in (one, other))
-    seeds = [seed_sensitivities(_runs_of(results, curve), shared) for curve in (one, other)]
+    values, seeds = [], []
+    for curve in (one, other):
+        losses = [loss for lr, loss in zip(curve.lrs, curve.loss, strict=True) if lr in shared]
+        values.append(best_window(shared, losses, curve.first)[0])
+        seeds.append(seed_sensitivities([result for result in results if result.key == curve.key], shared))
+    ratio = _ratio(*values)
     ratios = [_ratio(seeds[0][seed], seeds[1][seed]) for seed in seeds[0] if seed in seeds[1]]
-    spread = [*ratios, _ratio(a, b)] if len(ratios) > 1 else []
+    spread = [*ratios, ratio] if len(ratios) > 1 else []
     return Comparison(
         study=one.study,
         size=one.size,
         params=one.params,
         arm=one.arm,
         other=other.arm,
-        ratio=_ratio(a, b),
+        ratio=ratio,
         low=min(spread, default=None),
         high=max(spread, default=None),
     )
-
-
-def _sensitivity_over(curve: Curve, lrs: Sequence[float]) -> float:
-    losses = [loss for lr, loss in zip(curve.lrs, curve.loss, strict=True) if lr in lrs]
-    return best_window(lrs, losses, curve.first)[0]
-
-
-def _runs_of(results: Sequence[Result], curve: Curve) -> list[Result]:
-    return [r for r in results if (r.study, r.arm, r.size) == (curve.study, curve.arm, curve.size)]
 
 
 def geometric_mean(values: Iterator[float] | Sequence[float]) -> float:
@@ -209,7 +198,7 @@ def geometric_mean(values: Iterator[float] | Sequence[float]) -> float:
 
 
 def _score(result: Result, first: float) -> float:
-    """A run that was not evaluated before training is measured against what its neighbours started from."""
+    """A run that was not evaluated before training uses the loss before training of the others."""
     if math.isnan(result.loss):
         return math.nan
     return score(result.loss, result.first if math.isfinite(result.first) else first)
@@ -224,18 +213,14 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b > 0 else math.nan if a == 0 else math.inf
 
 
-def _by(curves: Sequence[Curve], key: Callable[[Curve], tuple[str, str]]) -> list[tuple[tuple[str, str], list[Curve]]]:
-    groups: dict[tuple[str, str], list[Curve]] = {}
-    for curve in curves:
-        groups.setdefault(key(curve), []).append(curve)
-    return list(groups.items())
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Lists of items by key, in the order of their first items."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def _largest(curves: Sequence[Curve], key: Callable[[Curve], int | None]) -> list[Curve]:
     """The largest group of curves that share a key."""
-    groups: dict[int, list[Curve]] = {}
-    for curve in curves:
-        value = key(curve)
-        if value is not None:
-            groups.setdefault(value, []).append(curve)
-    return max(groups.values(), key=len, default=[])
+    return max(group_by([curve for curve in curves if key(curve) is not None], key).values(), key=len, default=[])

@@ -10,21 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.analysis import thresholds as limits
 from trimtab.analysis.one_run import FirstSpike, LeadTime, first_above, first_spikes, lead_times, losses_of, rules_for
 from trimtab.analysis.spikes import SpikeRules
-from trimtab.analysis.thresholds import (
-    CRITICAL_LOGIT,
-    ENDS_ABOVE,
-    LEAST_SPIKE,
-    LOGIT_GROWTH,
-    LOGIT_LEAST,
-    LOGZ_DRIFT,
-    NEAR_EPS,
-)
 from trimtab.runs import Event, EventKind, Run, read_run
 from trimtab.runs.reader import Floats
 
-EPS_SHARE = 1 / (1 + NEAR_EPS)  # of the update that eps takes where the gradient is NEAR_EPS times eps
+EPS_SHARE = 1 / (1 + limits.NEAR_EPS)  # of the update that eps takes where the gradient is NEAR_EPS times eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +26,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotFinite(Problem):
-    """A loss, a gradient or an alarm that is NaN or infinite."""
-
+class NotFinite(Problem):  # a loss, a gradient or an alarm
     bad_losses: list[int]  # steps
     bad_tensors: tuple[int, list[str]] | None  # the first step with such gradients, and their tensors
     alarm: Event | None
@@ -45,9 +35,7 @@ class NotFinite(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(Problem):
-    """The loss ends far above its best."""
-
+class Divergence(Problem):  # the loss ends far above its best
     best: float  # median loss of the best piece of the run
     last: float
     noise: float  # standard deviation within a piece
@@ -66,27 +54,21 @@ class LossSpikes(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitGrowth(Problem):
-    """Attention logits that grow."""
-
+class LogitGrowth(Problem):  # of attention
     layers: list[tuple[int, str, float, float]]  # step, layer, early value, largest value
     entropy: tuple[float, float] | None  # attention entropy of the first layer, at the first and the last step
     rises: int | None  # step at which the loss is 1.5 times its best
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogzDrift(Problem):
-    """Output logits that drift."""
-
+class LogzDrift(Problem):  # of the output logits
     early: float
     late: float
     rises: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearEps(Problem):
-    """Gradients so small that Adam's eps shortens the update."""
-
+class NearEps(Problem):  # gradients so small that Adam's eps shortens the update
     tensors: list[tuple[float, str]]  # share of the update that is lost, the largest first
 
 
@@ -135,7 +117,7 @@ def find_divergence(run: Run, rules: SpikeRules) -> Divergence | None:
     medians = np.array([np.median(losses[piece]) for piece in pieces])
     noise = float(np.median([np.std(losses[piece]) for piece in pieces]))
     best, last = float(medians.min()), float(medians[-1])
-    if not (last > ENDS_ABOVE * best and last - best > 2 * noise):
+    if not (last > limits.ENDS_ABOVE * best and last - best > 2 * noise):
         return None
     near = np.flatnonzero(medians <= best + 0.1 * (last - best))[-1]  # where it was last about as good
     since = int(steps[pieces[near][-1]])
@@ -146,7 +128,7 @@ def find_divergence(run: Run, rules: SpikeRules) -> Divergence | None:
 
 def find_loss_spikes(run: Run, rules: SpikeRules) -> LossSpikes | None:
     every = first_spikes(run, rules)
-    spikes = [spike for spike in every if spike.size >= LEAST_SPIKE]
+    spikes = [spike for spike in every if spike.size >= limits.LEAST_SPIKE]
     if not spikes:
         return None
     worst = max(spikes, key=lambda spike: spike.size)
@@ -170,7 +152,8 @@ def find_logit_growth(run: Run, _: SpikeRules) -> LogitGrowth | None:
     entropies = run.signals.layers("entropy")  # output logits have no entropy
     for layer, values in run.signals.layers("logit_max").items():
         early = _median(values[np.isfinite(values)][: max(1, len(values) // 10)])
-        high = np.isfinite(values) & ((values >= CRITICAL_LOGIT) | (values >= max(LOGIT_GROWTH * early, LOGIT_LEAST)))
+        limit = min(limits.CRITICAL_LOGIT, max(limits.LOGIT_GROWTH * early, limits.LOGIT_LEAST))
+        high = np.isfinite(values) & (values >= limit)
         if layer in entropies and high.any():
             grown.append((int(steps[high.argmax()]), layer, early, float(np.nanmax(values))))
     if not grown:
@@ -189,9 +172,9 @@ def find_logz_drift(run: Run, _: SpikeRules) -> LogzDrift | None:
         return None
     tenth = len(values) // 10
     early, late = _median(values[:tenth]), _median(values[-tenth:])
-    if abs(late) - abs(early) <= LOGZ_DRIFT:
+    if abs(late) - abs(early) <= limits.LOGZ_DRIFT:
         return None
-    step = int(steps[(np.abs(values) - abs(early) > LOGZ_DRIFT).argmax()])
+    step = int(steps[(np.abs(values) - abs(early) > limits.LOGZ_DRIFT).argmax()])
     return LogzDrift(step=step, where="output logits", early=early, late=late, rises=_loss_rises(run, step))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimtab.analysis.findings import Comparison, Curve, Findings, Fit, Forecast, Result, Signal, Source
-from trimtab.analysis.measure import run_fails
+from trimtab.analysis.measure import group_by, run_fails
 from trimtab.analysis.thresholds import LOGZ_DRIFT, NEAR_EPS
 
 Sign = Literal["logits", "logz", "spike", "eps", "none"]
@@ -53,11 +53,9 @@ def judge(findings: Findings) -> list[StudyVerdict]:
 
 def _judge(findings: Findings, source: Source) -> StudyVerdict:
     curves = [curve for curve in findings.curves if curve.study == source.name]
-    by_arm: dict[str, list[Curve]] = {}
-    for curve in sorted(curves, key=lambda curve: curve.params or 0):
-        by_arm.setdefault(curve.arm, []).append(curve)
-    names = list(dict.fromkeys(curve.arm for curve in curves))
-    base = by_arm[names[0]][-1] if names else None
+    arms = group_by(curves, lambda curve: curve.arm).values()
+    by_size = [sorted(those, key=lambda curve: curve.params or 0) for those in arms]
+    base = by_size[0][-1] if by_size else None
     fits = [f for f in findings.fits if (f.study, f.signal) == (source.name, "logit_max") and not f.bounded]
     by_key = {curve.key: curve for curve in curves}
     pairs = [
@@ -68,7 +66,7 @@ def _judge(findings: Findings, source: Source) -> StudyVerdict:
     ]
     return StudyVerdict(
         source=source,
-        arms=tuple(_arm(findings, source, by_arm[name], base) for name in names),
+        arms=tuple(_arm(findings, source, those, base) for those in by_size),
         finished=any(result.finished for result in findings.results if result.study == source.name),
         comparisons=tuple(pairs),
         backtests=tuple(sorted((fit for fit in fits if fit.backtest is not None), key=backtest_factor)),
@@ -115,7 +113,7 @@ def _causes(findings: Findings, curves: Sequence[Curve]) -> Mapping[Sign, int]:
     by_key = {curve.key: curve for curve in curves}
     found: Counter[Sign] = Counter()
     for result in findings.results:
-        curve = by_key.get((result.study, result.arm, result.size))
+        curve = by_key.get(result.key)
         if result.finished and curve is not None and run_fails(result, curve):
             signs = signs_of(result, findings.critical.value)
             found[min(signs, key=lambda sign: sign[0])[1] if signs else "none"] += 1

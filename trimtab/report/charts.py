@@ -3,23 +3,8 @@
 import math
 
 from trimtab.analysis.findings import Curve
-from trimtab.report.axes import (
-    Range,
-    Trace,
-    axis,
-    figure,
-    horizontal,
-    hover,
-    loss_axis,
-    lr_axis,
-    note,
-    params_axis,
-    run_marker,
-    scatter,
-    share,
-    wider,
-    with_margin,
-)
+from trimtab.report import axes
+from trimtab.report.axes import Range, Trace
 from trimtab.report.layout import ARMS, Figure, Panel, View, run_words
 from trimtab.report.numbers import between, count, label, loss, number, params
 
@@ -36,13 +21,13 @@ def lr_loss(view: View, panel: Panel) -> Figure | None:
     ends, level = _loss_range(view)
     shapes, notes = [], []
     if level is not None and level > ends[1]:
-        notes = [note(f"before training {loss(level)}, above", 1.0, 1.0, xanchor="right", yshift=2)]
+        notes = [axes.note(f"before training {loss(level)}, above", 1.0, 1.0, xanchor="right", yshift=2)]
     elif level is not None:
-        height = share(level, ends) if ends[0] > 0 else (level - ends[0]) / (ends[1] - ends[0])
-        shapes = [horizontal(level, "--muted", width=1, dash="dot")]
-        notes = [note("before training", 0.01, height, yshift=1)]
-    x, y = lr_axis(view.lrs), loss_axis(ends)
-    return figure(traces, x=x, y=y, unit="validation loss, nats", shapes=shapes, annotations=notes)
+        height = axes.share(level, ends) if ends[0] > 0 else (level - ends[0]) / (ends[1] - ends[0])
+        shapes = [axes.horizontal(level, "--muted", width=1, dash="dot")]
+        notes = [axes.note("before training", 0.01, height, yshift=1)]
+    x, y = axes.lr_axis(view.lrs), axes.loss_axis(ends)
+    return axes.figure(traces, x=x, y=y, unit="validation loss, nats", shapes=shapes, annotations=notes)
 
 
 def lr_loss_words(view: View, panel: Panel) -> str:
@@ -64,8 +49,11 @@ def sensitivity(view: View) -> Figure | None:
     sizes = [float(curve.params or 0) for curve in every]
     highest = max(curve.sensitivity_high or curve.sensitivity for curve in every)
     traces = [_sensitivity_line(view, panel, curves) for panel, curves in lines.items()]
-    x, y = params_axis(wider(sizes, 1.6, 1.6), sizes), axis(range=[0, max(highest, 1e-3) * 1.12], nticks=6)
-    return figure(traces, x=x, y=y, unit="learning-rate sensitivity, nats")
+    x, y = (
+        axes.params_axis(axes.wider(sizes, 1.6, 1.6), sizes),
+        axes.axis(range=[0, max(highest, 1e-3) * 1.12], nticks=6),
+    )
+    return axes.figure(traces, x=x, y=y, unit="learning-rate sensitivity, nats")
 
 
 def sensitivity_words(view: View) -> str:
@@ -89,20 +77,20 @@ def _loss_range(view: View) -> tuple[Range, float | None]:
     level = sum(first) / len(first) if first else None
     if level is not None and high > (low + level) / 2:
         high = max(high, level)
-    return with_margin(low, high), level
+    return axes.with_margin(low, high), level
 
 
 def _mean(view: View, curve: Curve) -> list[Trace]:
     """The mean over seeds, and the band between the lowest and the highest."""
     group, colour = f"size {curve.size}", view.size_colour(curve.size)
     line = {"line": {"color": colour, "width": 2.5}, "hoverinfo": "skip"}
-    mean = scatter("lines", curve.lrs, [_finite(x) for x in curve.loss], group, **line)
+    mean = axes.scatter("lines", curve.lrs, [_finite(x) for x in curve.loss], group, **line)
     if max(curve.seeds, default=0) < 2:
         return [mean]
     xs = [*curve.lrs, *reversed(curve.lrs)]
     ys = [*map(_finite, curve.high), *map(_finite, reversed(curve.low))]
     fill = {"fill": "toself", "fillcolor": colour, "opacity": 0.14, "line": {"width": 0}, "hoverinfo": "skip"}
-    return [scatter("lines", xs, ys, group, **fill), mean]
+    return [axes.scatter("lines", xs, ys, group, **fill), mean]
 
 
 def _runs(view: View, panel: Panel, curve: Curve) -> Trace:
@@ -114,9 +102,9 @@ def _runs(view: View, panel: Panel, curve: Curve) -> Trace:
         ended = loss(run.loss) if math.isfinite(run.loss) else f"none: stopped early, counted as {loss(run.score)}"
         texts.append(f"{run_words(run)}<br>validation loss {ended}")
     sizes = [10 if bad else 11 if run.lr == curve.best_lr else 5.5 for run, bad in zip(runs, fails, strict=True)]
-    marker = run_marker(view.size_colour(curve.size), fails, sizes)
+    marker = axes.run_marker(view.size_colour(curve.size), fails, sizes)
     xs, ys = [run.lr for run in runs], [run.score for run in runs]
-    return scatter("markers", xs, ys, f"size {curve.size}", marker=marker, **hover(texts))
+    return axes.scatter("markers", xs, ys, f"size {curve.size}", marker=marker, **axes.hover(texts))
 
 
 def _sensitivity_line(view: View, panel: Panel, curves: list[Curve]) -> Trace:
@@ -132,7 +120,7 @@ def _sensitivity_line(view: View, panel: Panel, curves: list[Curve]) -> Trace:
     below = [c.sensitivity - (c.sensitivity if c.sensitivity_low is None else c.sensitivity_low) for c in curves]
     bars = {"type": "data", "array": above, "arrayminus": below, "color": colour, "thickness": 1.5, "width": 5}
     symbol = SYMBOLS[(place + place // ARMS) % len(SYMBOLS)]  # colours repeat, with another symbol
-    return scatter(
+    return axes.scatter(
         "lines+markers",
         [curve.params for curve in curves],
         [curve.sensitivity for curve in curves],
@@ -141,7 +129,7 @@ def _sensitivity_line(view: View, panel: Panel, curves: list[Curve]) -> Trace:
         error_y=bars,
         line={"color": colour, "width": 2.5},
         marker={"color": colour, "size": 9, "symbol": symbol},
-        **hover(texts),
+        **axes.hover(texts),
     )
 
 

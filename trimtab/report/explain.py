@@ -19,18 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.analysis import problems
 from trimtab.analysis.one_run import ANY, Analysis, FirstSpike, LeadTime, losses_of
-from trimtab.analysis.problems import (
-    Divergence,
-    LogitGrowth,
-    LogzDrift,
-    LossSpikes,
-    NearEps,
-    NotFinite,
-    Problem,
-    SkippedSteps,
-    find_problems,
-)
 from trimtab.analysis.spikes import SpikeRules
 from trimtab.analysis.thresholds import CRITICAL_LOGIT, LEAST_SPIKE, LOGZ_DRIFT, LOSS_RATIOS
 from trimtab.runs import EventKind, Run, read_run
@@ -70,8 +60,8 @@ class Explanation:
 def explain(folder: Run | str | Path, rules: SpikeRules | None = None) -> Explanation:
     """Find every kind of problem, the most severe first."""
     run = folder if isinstance(folder, Run) else read_run(folder)
-    problems = find_problems(run, rules)
-    findings = [Finding(*problem_words(x), step=x.step, where=x.where) for x in problems]
+    found = problems.find_problems(run, rules)
+    findings = [Finding(*problem_words(x), step=x.step, where=x.where) for x in found]
     return Explanation(run.folder.path, _summary(run), findings)
 
 
@@ -95,12 +85,12 @@ Words = tuple[str, str, list[str], str]  # kind, sentence, evidence, remedies
 
 
 @singledispatch
-def problem_words(problem: Problem) -> Words:
+def problem_words(problem: problems.Problem) -> Words:
     raise TypeError(f"no words for {type(problem).__name__}")
 
 
 @problem_words.register
-def _(x: NotFinite) -> Words:
+def _(x: problems.NotFinite) -> Words:
     evidence = []
     if x.alarm is not None:
         alarm = x.alarm.alarm
@@ -122,7 +112,7 @@ def _(x: NotFinite) -> Words:
 
 
 @problem_words.register
-def _(x: Divergence) -> Words:
+def _(x: problems.Divergence) -> Words:
     evidence = [f"median loss {x.best:.4g} around step {x.step}, {x.last:.4g} at the end; noise {x.noise:.2g}"]
     evidence += [f"it began with the loss spike at step {x.spike}"] if x.spike is not None else []
     evidence += [f"stopped: {reason}" for reason in x.reasons]
@@ -132,7 +122,7 @@ def _(x: Divergence) -> Words:
 
 
 @problem_words.register
-def _(x: LossSpikes) -> Words:
+def _(x: problems.LossSpikes) -> Words:
     evidence = [_spike_words(spike) for spike in x.shown]
     if x.small:
         evidence.append(f"{x.small} smaller spikes, below {LEAST_SPIKE:g} times the usual loss, are left out")
@@ -157,7 +147,7 @@ def _(x: LossSpikes) -> Words:
 
 
 @problem_words.register
-def _(x: LogitGrowth) -> Words:
+def _(x: problems.LogitGrowth) -> Words:
     evidence = [f"{name}: {start:.3g} early, {top:.3g} at most" for _, name, start, top in x.layers[:3]]
     evidence += [f"its attention entropy went from {x.entropy[0]:.3g} to {x.entropy[1]:.3g}"] if x.entropy else []
     highest = x.layers[0][3]
@@ -167,21 +157,21 @@ def _(x: LogitGrowth) -> Words:
 
 
 @problem_words.register
-def _(x: LogzDrift) -> Words:
+def _(x: problems.LogzDrift) -> Words:
     what = f"log Z drifts from {x.early:.2f} to {x.late:.2f} nats; by more than {LOGZ_DRIFT:g} at step {x.step}."
     advice = "z-loss (1e-4) or weight decay. The drift changes the loss in 16 bits, not in float32"
     return "logZ", what, _lead_words(x.step, x.rises), advice
 
 
 @problem_words.register
-def _(x: NearEps) -> Words:
+def _(x: problems.NearEps) -> Words:
     evidence = [f"{name}: {share:.0%} of the update lost at the end" for share, name in x.tensors[:3]]
     what = f"Gradients near eps: {len(x.tensors)} tensors; the update of {x.where} is {x.tensors[0][0]:.0%} too short."
     return "eps", what, evidence, "a smaller eps (1e-15); a larger one makes it worse"
 
 
 @problem_words.register
-def _(x: SkippedSteps) -> Words:
+def _(x: problems.SkippedSteps) -> Words:
     when = f", the first at step {x.step}, the last at step {x.last}" if x.step is not None else ""
     reasons = [reason or "no reason given" for reason in x.reasons[:3]]
     return (

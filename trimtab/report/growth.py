@@ -9,20 +9,8 @@ from typing import Any
 
 from trimtab.analysis.findings import Fit, Forecast, Result, Signal
 from trimtab.analysis.thresholds import NEAR_EPS
-from trimtab.report.axes import (
-    Range,
-    Trace,
-    figure,
-    horizontal,
-    hover,
-    note,
-    params_axis,
-    run_marker,
-    scatter,
-    share,
-    value_axis,
-    wider,
-)
+from trimtab.report import axes
+from trimtab.report.axes import Range, Trace
 from trimtab.report.layout import Figure, Panel, View, run_words
 from trimtab.report.numbers import between, count, number, params
 from trimtab.report.sentences import forecast_words
@@ -53,15 +41,15 @@ def growth(view: View, panel: Panel, signal: Signal) -> Figure | None:
     edge = largest * 1.25
     box = {"type": "rect", "yref": "paper", "x0": edge, "x1": across[1], "y0": 0, "y1": 1, "layer": "below"}
     shapes: list[dict[str, Any]] = [{**box, "fillcolor": "--shade", "line": {"width": 0}}]
-    words = [note("forecast", share(edge, across), 1.0, font={"size": 11.5, "color": "--muted"})]
+    words = [axes.note("forecast", axes.share(edge, across), 1.0, font={"size": 11.5, "color": "--muted"})]
     for limit in filter(_positive, limits):
         zone = (critical.low, critical.high) if signal == "logit_max" else (0.0, NEAR_EPS * limit)
         shapes += _limit(limit, zone, up)
         name = number(limit, 2) if signal == "logit_max" else "ε"
         font = {"size": 12, "color": "--fail"}
-        words.append(note(name, 1.0, share(limit, up), xshift=4, yanchor="middle", font=font))
-    x, y = params_axis(across, [float(run.params or 0) for run in runs]), value_axis(up)
-    return figure(traces, x=x, y=y, unit=NAMES[signal], right=44, shapes=shapes, annotations=words)
+        words.append(axes.note(name, 1.0, axes.share(limit, up), xshift=4, yanchor="middle", font=font))
+    x, y = axes.params_axis(across, [float(run.params or 0) for run in runs]), axes.value_axis(up)
+    return axes.figure(traces, x=x, y=y, unit=NAMES[signal], right=44, shapes=shapes, annotations=words)
 
 
 def limit_words(view: View, signal: Signal) -> str:
@@ -94,8 +82,8 @@ def _up(view: View, signal: Signal, limits: list[float]) -> Range:
     """The range of the vertical axis, the same in all panels: every run and the limits, with a margin."""
     values = [getattr(run, signal) for run in view.findings.results if run.params]
     if signal == "grad_rms":
-        return wider([*values, *limits], 4, 3)
-    known = wider([*values, *limits], 2, 4)
+        return axes.wider([*values, *limits], 4, 3)
+    known = axes.wider([*values, *limits], 2, 4)
     return min(known[0], 1.0), known[1]
 
 
@@ -106,9 +94,9 @@ def _points(view: View, runs: list[Result], lr: float, signal: Signal) -> Trace:
     for run in mine:
         ended = "stopped early" if math.isinf(run.loss) else f"validation loss {number(run.loss)}"
         texts.append(f"{run_words(run)}<br>{NAMES[signal]} {number(getattr(run, signal))}<br>{ended}")
-    marker = run_marker(view.lr_colour(lr), fails, [9 if bad else 7 for bad in fails])
+    marker = axes.run_marker(view.lr_colour(lr), fails, [9 if bad else 7 for bad in fails])
     xs, ys = [run.params for run in mine], [getattr(run, signal) for run in mine]
-    return scatter("markers", xs, ys, f"lr {lr:g}", marker=marker, **hover(texts))
+    return axes.scatter("markers", xs, ys, f"lr {lr:g}", marker=marker, **axes.hover(texts))
 
 
 def _line(view: View, fit: Fit, across: Range, up: Range, *, banded: bool) -> list[Trace]:
@@ -119,11 +107,11 @@ def _line(view: View, fit: Fit, across: Range, up: Range, *, banded: bool) -> li
     curves = [[min(max(y, fence[0]), fence[1]) for y in ys] for ys in zip(*map(fit.predict, beyond), strict=True)]
     solid = [min(max(fit.predict(x)[0], fence[0]), fence[1]) for x in inside]
     area = {"fill": "toself", "opacity": 0.1, "fillcolor": colour, "line": {"width": 0}, "hoverinfo": "skip"}
-    band = scatter("lines", [*beyond, *beyond[::-1]], [*curves[2], *curves[1][::-1]], group, **area)
+    band = axes.scatter("lines", [*beyond, *beyond[::-1]], [*curves[2], *curves[1][::-1]], group, **area)
     return [
         *([band] if banded else []),
-        scatter("lines", inside, solid, group, line={"color": colour, "width": 2}, hoverinfo="skip"),
-        scatter(
+        axes.scatter("lines", inside, solid, group, line={"color": colour, "width": 2}, hoverinfo="skip"),
+        axes.scatter(
             "lines", beyond, curves[0], group, line={"color": colour, "width": 1.5, "dash": "dash"}, hoverinfo="skip"
         ),
     ]
@@ -137,7 +125,7 @@ def _backtest(view: View, fit: Fit) -> Trace:
     square = {"symbol": "square-open", "size": [0, 10], "color": colour, "line": {"width": 1.5, "color": colour}}
     line = {"color": colour, "width": 1, "dash": "dot"}
     xs, ys = [test.params, test.params], [test.measured, test.predicted]
-    return scatter("lines+markers", xs, ys, f"lr {fit.lr:g}", line=line, marker=square, **hover(["", text]))
+    return axes.scatter("lines+markers", xs, ys, f"lr {fit.lr:g}", line=line, marker=square, **axes.hover(["", text]))
 
 
 def _forecast(view: View, x: Forecast, limit: float) -> Trace:
@@ -148,14 +136,14 @@ def _forecast(view: View, x: Forecast, limit: float) -> Trace:
     spread = between(x.low, x.high, count)
     text = f"<b>learning rate {number(x.lr)}, {ENDS[x.signal]}</b><br>above {params(at)}"
     bars = {"type": "data", "array": [max(high - at, 0)], "arrayminus": [max(at - low, 0)], "color": colour}
-    return scatter(
+    return axes.scatter(
         "markers",
         [at],
         [limit],
         f"lr {x.lr:g}",
         error_x={**bars, "thickness": 1.5, "width": 5},
         marker={"symbol": "diamond", "size": 13, "color": colour, "line": {"width": 1.5, "color": "--card"}},
-        **hover([text + (f"<br>({spread})" if spread else "")]),
+        **axes.hover([text + (f"<br>({spread})" if spread else "")]),
     )
 
 
@@ -165,7 +153,7 @@ def _limit(y: float, zone: Range, up: Range) -> list[dict[str, Any]]:
     box = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high, "layer": "below"}
     return [
         {**box, "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}},
-        horizontal(y, "--fail", width=1.5),
+        axes.horizontal(y, "--fail", width=1.5),
     ]
 
 

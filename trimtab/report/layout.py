@@ -21,14 +21,7 @@ _RAMPS = {  # light page, dark page
 }
 Figure = dict[str, Any]
 Panel = tuple[str, str]  # study, arm
-
-
-@dataclass(frozen=True)
-class Legend:
-    """Buttons that show or hide lines: key, text, colour."""
-
-    title: str
-    items: list[tuple[str, str, str]]
+Legend = tuple[str, list[tuple[str, str, str]]]  # title; buttons that hide lines: key, text, colour
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class View:
         return self._params.get(size, math.inf)
 
     def curve(self, result: Result) -> Curve | None:
-        return self._curves.get((result.study, result.arm, result.size))
+        return self._curves.get(result.key)
 
     def curves(self, panel: Panel) -> list[Curve]:
         """The curves of an arm, the smallest size first."""
@@ -102,13 +95,13 @@ class View:
         return f":root{{{light}}}@media screen and (prefers-color-scheme: dark){{:root:not([data-print]){{{dark}}}}}"
 
     def size_legend(self) -> Legend:
-        return Legend("Size", [(f"size {size}", self.size_words(size), self.size_colour(size)) for size in self.sizes])
+        return "Size", [(f"size {size}", self.size_words(size), self.size_colour(size)) for size in self.sizes]
 
     def arm_legend(self) -> Legend:
-        return Legend("Arm", [(f"arm {i}", self.title(p), self.arm_colour(p)) for i, p in enumerate(self.panels)])
+        return "Arm", [(f"arm {i}", self.title(p), self.arm_colour(p)) for i, p in enumerate(self.panels)]
 
     def lr_legend(self) -> Legend:
-        return Legend("Learning rate", [(f"lr {lr:g}", number(lr), self.lr_colour(lr)) for lr in self.lrs])
+        return "Learning rate", [(f"lr {lr:g}", number(lr), self.lr_colour(lr)) for lr in self.lrs]
 
 
 def run_words(result: Result) -> str:

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ POINTS = 512
 LAYER_SIGNALS: tuple[LayerSignal, ...] = ("logit_max", "entropy", "out_rms")
 QUIET = (EventKind.EVALUATED, EventKind.CHECKPOINT, EventKind.FORCED)  # events that are not shown
 ENDS = (EventKind.STOPPED, EventKind.DONE)
-STYLES = {
+STYLES: dict[str, str] = {
     EventKind.ALARM: "yellow",
     EventKind.SKIPPED: "red",
     EventKind.STOPPED: "bold red",
@@ -79,8 +79,9 @@ class View:
     def update(self) -> None:
         for record in self._log.read():
             for signal in ("loss", "grad_norm"):
-                if signal in record:
-                    self._add("", signal, number(record[signal]))
+                value = number(record.get(signal))
+                if signal == "loss" or ("", signal) in self.curves or not math.isnan(value):
+                    self._add("", signal, value)
             self.record = record
         for record in self._signals.read():
             self._add_signals(SignalRecord.from_json(record))
@@ -93,14 +94,14 @@ class View:
 
     def render(self, width: int = 100, rows: int = 30) -> RenderableType:
         room = max(10, width - 40)
-        parts: list[RenderableType] = [self._head(), *self._run_lines(room)]
+        parts: list[RenderableType] = [self._head()]
+        for signal in ("loss", "grad_norm"):
+            if (curve := self.curves.get(("", signal))) is not None:
+                parts.append(Text(f"{signal:<10}{_short(curve.last):>10}  {curve.draw(room)}", no_wrap=True))
         if any(layer for layer, _ in self.curves):
             parts.append(self._layers(width, rows))
         if self.news:
-            lines = [
-                Text(event_words(e), style=STYLES.get(e.kind, ""), no_wrap=True, overflow="ellipsis")  # type: ignore[call-overload]
-                for e in self.news
-            ]
+            lines = [Text(event_words(e), STYLES.get(e.kind, ""), no_wrap=True, overflow="ellipsis") for e in self.news]
             parts.append(Panel(Group(*lines), title=f"{self.alarms} alarms", title_align="left"))
         return Group(*parts)
 
@@ -108,17 +109,9 @@ class View:
         state = "ended" if self.ended else "running"
         if not self.record:
             return Text(f"{self.folder}: {state}, no step yet" if self.ended else f"{self.folder}: waiting for a step")
-        words = [f"step {self.record.get('step')}"]
-        words += [
-            f"{key} {_short(self.record.get(key))}" for key in ("tokens", "lr", "length", "batch") if key in self.record
-        ]
+        keys = [key for key in ("tokens", "lr", "length", "batch") if key in self.record]
+        words = [f"step {self.record.get('step')}", *(f"{key} {_short(self.record[key])}" for key in keys)]
         return Text(f"{self.folder}: {state}, {', '.join(words)}", style="bold")
-
-    def _run_lines(self, room: int) -> Iterable[Text]:
-        for signal in ("loss", "grad_norm"):
-            curve = self.curves.get(("", signal))
-            if curve is not None:
-                yield Text(f"{signal:<10}{_short(curve.last):>10}  {curve.draw(room)}", no_wrap=True)
 
     def _layers(self, width: int, rows: int) -> Table:
         """A row per layer and a column per signal. If there are too many layers, those with the highest RMS_t."""

@@ -6,7 +6,7 @@ name that was not escaped could still not run.
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -82,7 +82,7 @@ def render(findings: Findings, page: Path, *, commands: Sequence[str], plotly: s
     loader = jinja.FileSystemLoader(HERE / "templates")
     templates = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    view = View(findings)
+    view, now = View(findings), datetime.now(timezone.utc)
     sections = _sections(view, page.parent)
     scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
     text: str = templates.get_template("page.html").render(
@@ -100,8 +100,10 @@ def render(findings: Findings, page: Path, *, commands: Sequence[str], plotly: s
         policy=_policy(scripts),
         files=files.NAMES,
         commands=[" ".join(command.split()) for command in commands],
-        when=datetime.now(timezone.utc).strftime("%-d %B %Y, %H:%M UTC"),
-        **_origin(findings),
+        when=f"{now.day} {now:%B %Y, %H:%M} UTC",
+        subject=join(_once(source.subject for source in findings.studies)),
+        versions=_once(", ".join(f"{name} {x}" for name, x in run.versions.items()) for run in findings.results),
+        corpora=_once(run.sha256 for run in findings.results),
     )
     return text
 
@@ -110,16 +112,6 @@ def _policy(scripts: Sequence[str]) -> str:
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{text}'" for text in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
-
-
-def _origin(findings: Findings) -> dict[str, Any]:
-    """Subjects, versions and data of the runs, each once."""
-    versions = [", ".join(f"{name} {x}" for name, x in run.versions.items()) for run in findings.results]
-    return {
-        "subject": join(list(dict.fromkeys(source.subject for source in findings.studies if source.subject))),
-        "versions": list(dict.fromkeys(text for text in versions if text)),
-        "corpora": list(dict.fromkeys(run.sha256 for run in findings.results if run.sha256)),
-    }
 
 
 def _sections(view: View, folder: Path) -> list[Section]:
@@ -182,3 +174,7 @@ def _charts(
         Chart(f"{section}-{i}", view.title(panel), view.switches(panel), say(view, panel), draw(view, panel))
         for i, panel in enumerate(view.panels)
     ]
+
+
+def _once(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(text for text in texts if text))

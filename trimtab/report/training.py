@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from trimtab.analysis.findings import Result
-from trimtab.report.axes import Trace, axis, figure, hover, loss_axis, scatter, with_margin
+from trimtab.report import axes
+from trimtab.report.axes import Trace
 from trimtab.report.layout import Figure, Panel, View, run_words
 from trimtab.report.numbers import loss, number, plural
 
@@ -19,8 +20,8 @@ def training(view: View, panel: Panel) -> Figure | None:
         return None
     each = max(40, POINTS // len(every))
     traces = [_line(view, run, each) for run in runs] + [_spikes(view, run) for run in runs if run.spikes]
-    x, y = axis("step", rangemode="tozero"), loss_axis(_range(every))
-    return figure(traces, x=x, y=y, unit="training loss, nats")
+    x, y = axes.axis("step", rangemode="tozero"), axes.loss_axis(_range(every))
+    return axes.figure(traces, x=x, y=y, unit="training loss, nats")
 
 
 def training_words(view: View, panel: Panel) -> str:
@@ -58,14 +59,14 @@ def _drawn(runs: Iterable[Result]) -> list[Result]:
 def _line(view: View, run: Result, most: int) -> Trace:
     points = thin(run.losses, most)
     ended = loss(run.loss) if math.isfinite(run.loss) else "stopped early" if run.finished else "not finished"
-    return scatter(
+    return axes.scatter(
         "lines",
         [step for step, _ in points],
         [float(f"{y:.4g}") if math.isfinite(y) else None for _, y in points],
         f"lr {run.lr:g}",
         line={"color": view.lr_colour(run.lr), "width": 1.4},
         meta={"size": run.size, "seed": str(run.seed)},
-        **hover(f"{run_words(run)}<br>validation loss {ended}", "<br>training loss %{y:.3f} at step %{x}"),
+        **axes.hover(f"{run_words(run)}<br>validation loss {ended}", "<br>training loss %{y:.3f} at step %{x}"),
     )
 
 
@@ -73,7 +74,7 @@ def _spikes(view: View, run: Result) -> Trace:
     top = max((y for _, y in run.losses if math.isfinite(y)), default=0.0)
     text = [f"{run_words(run)}<br>loss spike from step {step:,}, up to {number(peak)}" for step, peak in run.spikes]
     line = {"width": 1, "color": "--card"}
-    return scatter(
+    return axes.scatter(
         "markers",
         [step for step, _ in run.spikes],
         [peak if math.isfinite(peak) else top for _, peak in run.spikes],
@@ -81,7 +82,7 @@ def _spikes(view: View, run: Result) -> Trace:
         marker={"symbol": "triangle-down", "size": 9, "color": view.lr_colour(run.lr), "line": line},
         meta={"size": run.size, "seed": str(run.seed)},
         cliponaxis=False,
-        **hover(text),
+        **axes.hover(text),
     )
 
 
@@ -90,4 +91,4 @@ def _range(runs: list[Result]) -> tuple[float, float]:
     values = [y for run in runs for _, y in run.losses if math.isfinite(y)]
     start = [run.first for run in runs if math.isfinite(run.first)] or values
     low, high = min(values, default=0.0), 1.25 * max(start, default=1.0)
-    return with_margin(low, min(high, max(values, default=high)))
+    return axes.with_margin(low, min(high, max(values, default=high)))

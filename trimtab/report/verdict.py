@@ -135,9 +135,10 @@ def _forecasts(findings: Findings, study: StudyVerdict) -> Iterator[str]:
             yield f"Forecast for {arm.arm}: learning rate {number(x.lr)} diverges above {size}, {beyond(x.decades)}."
     for arm in study.arms:
         if (near := arm.near_eps) is not None:
+            size = f"{count(near.fails_at, 2)} parameters ({range_words(near)})"
             yield (
                 f"Forecast for {arm.arm}: at learning rate {number(near.lr)} gradients come within {NEAR_EPS:.0f} "
-                f"times Adam's ε above {count(near.fails_at, 2)} parameters ({range_words(near)}); a smaller ε avoids it."
+                f"times Adam's ε above {size}; a smaller ε avoids it."
             )
     if any((x.signal, x.study) == ("logit_max", study.source.name) for x in findings.forecasts):
         critical = findings.critical

@@ -1,6 +1,6 @@
 """A picture of a report, for a README: from the headline to the first charts.
 
-    python -m trimtab.report.picture runs/lab/report.html docs/figures/lab.png
+    python -m bench.picture runs/lab/report.html docs/figures/lab.png
 
 It takes Debian's chromium (`apt-get install chromium`), and as sharp a picture as fits into LARGEST bytes.
 """
