@@ -135,9 +135,8 @@ def _gpt(model: GPTConfig, optim: OptimConfig, *, warmup: int, start: int, steps
     return GPTRun(model=model, optim=optim, schedule=schedule, steps=steps, **fields)
 
 
-def _gpt2_model(**sizes: int) -> GPTConfig:
-    layout: dict[str, Any] = {"positions": "learned", "tied": True, "bias": True, "norm_eps": 1e-5}
-    return GPTConfig(**sizes, vocab=50_257, **layout)
+def _gpt2_model(**sizes: Any) -> GPTConfig:
+    return GPTConfig(**sizes, vocab=50_257, positions="learned", tied=True, bias=True, norm_eps=1e-5)
 
 
 def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) -> GPTRun:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
@@ -87,7 +89,7 @@ def test_the_schedules_end_at_the_context_and_the_batch(tmp_path):
 
 def test_captions_are_neither_cut_nor_compared_in_parts(tmp_path):
     run = tiny_clip(tmp_path)
-    with pytest.raises(ConfigError, match="a caption cannot be cut"):
+    with pytest.raises(ConfigError, match="captions cannot be cut"):
         replace(run, schedule=replace(run.schedule, seqlen=replace(run.schedule.seqlen, start=8)))
     with pytest.raises(ConfigError, match="compares each caption with all others of its batch"):
         replace(run, micro_batch=4)
@@ -220,3 +222,8 @@ def test_options_of_a_model_of_the_users_own_are_free():
 def test_a_hint_names_what_is_meant(word, known, meant):
     assert did_you_mean(word, known) == f" Did you mean {meant!r}?"
     assert did_you_mean("zzz", known) == ""
+
+
+def test_models_and_optimizers_are_imported_without_the_config_library():
+    code = "import sys, trimtab.nn, trimtab.optim; assert 'msgspec' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -119,3 +119,12 @@ def test_the_small_ones_use_what_the_library_is_for():
     model = build(RECIPES["gpt-tiny"]())
     tokens = torch.randint(257, (2, 16), generator=seed(0))
     assert model(tokens, tokens).loss.isfinite()
+
+
+def test_the_old_name_of_simulate_works_with_a_warning():
+    from trimtab.train import plan
+
+    with pytest.warns(DeprecationWarning, match="foretell is now called simulate"):
+        assert plan.foretell is simulate
+    with pytest.raises(AttributeError, match="has no attribute 'fortell'"):
+        _ = plan.fortell

@@ -181,15 +181,12 @@ class Result:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Result":
         why, loss = str(record.get("why", "")), number(record.get("validation_loss"))
-        counts = {key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")}
-        optional = ("warmup_steps", "warmup_tokens", "compilations", "most_compilations")
-        return cls(
-            why=next((end for end in End if end == why), why),
-            validation_loss=loss if math.isfinite(loss) else None,
-            **counts,
-            **{key: whole(record.get(key)) for key in optional},
-            **{key: number(record.get(key)) for key in ("seconds", "waited_s")},
-        )
+        values: Json = {key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")}
+        values |= {key: number(record.get(key)) for key in ("seconds", "waited_s")}
+        for key in ("warmup_steps", "warmup_tokens", "compilations", "most_compilations"):
+            values[key] = whole(record.get(key))
+        values["validation_loss"] = loss if math.isfinite(loss) else None
+        return cls(why=next((end for end in End if end == why), why), **values)
 
 
 @dataclass(frozen=True)
@@ -210,6 +207,14 @@ class Failure:
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Json:
+    """Nested values by dotted name, such as "optim.lr"."""
+    flat: Json = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def whole(value: Any) -> int | None:

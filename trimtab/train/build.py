@@ -1,7 +1,7 @@
 """From a config to a task (model, batches and losses) and an optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ class Task:
     evaluate: Callable[[nn.Module, Batch], dict[str, Tensor]]  # must contain "loss"
     eval_batch: int  # rows of an evaluation batch, over all processes
     sha256: str  # of the data
-    after_step: Callable[[], None] = lambda: None
+    after_step: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
 
 def build_task(config: RunConfig, processes: Processes) -> Task:

@@ -23,6 +23,7 @@ import msgspec
 from trimtab.nn import CLIPConfig, GPTConfig
 from trimtab.nn import ConfigError as ConfigError
 from trimtab.runs import RunError, RunFolder, SavedConfig
+from trimtab.runs.records import flatten as flatten
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
 from trimtab.schedule.cut import Mode
 from trimtab.schedule.seqlen import Arithmetic, Kind
@@ -60,7 +61,7 @@ class OptimConfig:
         if self.block < 1:
             raise ConfigError(f"optim.block={self.block} is too small; try optim.block=256")
         if self.name == "torch-adamw" and (self.codebook, self.block) != ("quadratic", 256):
-            raise ConfigError("torch-adamw has no 8-bit state, so optim.codebook and optim.block do not apply")
+            raise ConfigError("optim.codebook and optim.block are for 8-bit state, which torch-adamw does not have")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +232,7 @@ class CLIPRun(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.seqlen_warmup.start < self.model.context:
-            raise ConfigError("schedule.seqlen: a caption cannot be cut, because its last token is its output")
+            raise ConfigError("schedule.seqlen: captions cannot be cut, because their last token is their output")
         if self.micro_batch is not None:
             raise ConfigError(
                 f"micro_batch={self.micro_batch}: the loss compares each caption with all others of its batch, so it "
@@ -328,14 +329,6 @@ def with_values(config: Run, values: Mapping[str, Any]) -> Run:
                 raise ConfigError(f"{name}: {group} has no fields")
         place[last] = _convert(value, kind, name)
     return cast(Run, from_json(data))
-
-
-def flatten(config_json: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in config_json.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -47,7 +47,7 @@ class Clock:
     warmup_tokens: int | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Progress:
     """The state of a run besides weights, optimizer, data and generators."""
 

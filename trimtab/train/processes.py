@@ -104,16 +104,12 @@ class Processes:
         """The context of a micro-batch's backward pass: gradients are exchanged only after the last one."""
         if self.world == 1 or last:
             return nullcontext()
-        return model.no_sync() if self.parallel == "ddp" else _without_sync(model)  # type: ignore[operator]
-
-
-@contextmanager
-def _without_sync(model: Any) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+        if self.parallel == "ddp":
+            return model.no_sync()  # type: ignore[operator]
+        stack, set_sync = ExitStack(), cast(Any, model).set_requires_gradient_sync
+        set_sync(False)
+        stack.callback(set_sync, True)
+        return stack
 
 
 @contextmanager

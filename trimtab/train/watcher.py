@@ -16,7 +16,7 @@ class Watcher:
 
     def __init__(self, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, log: RunLog) -> None:
         self.config, self.log = config.watch, log
-        self.rollback_alarm: Alarm | None = None  # an alarm that asks for a rollback
+        self.rollback_alarm: Alarm | None = None  # the alarm that requires a rollback, if there is one
         self.alarms: list[Alarm] = []  # of the last step
         self.watch: Watch | None = None
         if self.config.every:
