@@ -20,7 +20,8 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 import msgspec
 
-from trimtab.nn import CLIPConfig, ConfigError, GPTConfig
+from trimtab.nn import CLIPConfig, GPTConfig
+from trimtab.nn import ConfigError as ConfigError
 from trimtab.runs import RunError, RunFolder, SavedConfig
 from trimtab.runs.records import flatten as flatten
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
