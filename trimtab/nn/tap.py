@@ -96,7 +96,7 @@ _listeners: list[_Listener] = []
 
 
 # Not torch.compiler.disable, which would import the compiler.
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@torch._disable_dynamo
 def _call_handlers(x: Tensor, name: str) -> None:
     if _recomputing():
         return
@@ -106,7 +106,7 @@ def _call_handlers(x: Tensor, name: str) -> None:
             listener.handler(path, x.detach())
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@torch._disable_dynamo
 def _any_listener(name: str) -> bool:
     return not _recomputing() and any(listener.full_name(name) is not None for listener in _listeners)
 

@@ -13,7 +13,6 @@ from trimtab.report.numbers import (
     between,
     count,
     duration,
-    factor,
     join_rates,
     link,
     loss,
