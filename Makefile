@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with python3, make and g++: `make test` and `make lab`.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := $(shell find trimtab/ops -name "*.cpp" -o -name "*.h") trimtab/ops/table.py CMakeLists.txt pyproject.toml constraints.txt
+SOURCES := $(shell find trimtab/ops -name "*.cpp" -o -name "*.h") trimtab/ops/native/table.py CMakeLists.txt pyproject.toml constraints.txt
 
 .PHONY: test lab bench clean
 
