@@ -1,7 +1,7 @@
 # On a fresh machine with python3, make and g++ two commands are enough: `make test` and `make lab`.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := $(shell find trimtab/ops -name '*.cpp' -o -name '*.h') $(wildcard trimtab/ops/table.py) \
+SOURCES := $(shell find trimtab/ops -name '*.cpp' -o -name '*.h') trimtab/ops/native/table.py \
 	CMakeLists.txt pyproject.toml constraints.txt
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 

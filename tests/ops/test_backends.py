@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.ops import backends, table
+from trimtab.ops import backends
+from trimtab.ops.native import table
 from trimtab.ops.step import RULES, SCALARS
 
 NATIVE = {"TABLE": table.describe(), "SOURCES": table.hash_sources()}

@@ -34,7 +34,7 @@ def uneven(generator: torch.Generator) -> Tensor:
 
 def analyse(optimizer: torch.optim.Optimizer, method: str, block: int | None) -> optim.ErrorAnalysis:
     analysis = optim.ErrorAnalysis(method, block=block)
-    analysis.look(optimizer)
+    analysis.observe(optimizer)
     return analysis
 
 
@@ -43,7 +43,7 @@ def analyse(optimizer: torch.optim.Optimizer, method: str, block: int | None) ->
 def test_every_value_is_counted_once_per_look(kind, method, block):
     analysis, optimizer = optim.ErrorAnalysis(method, block=block), adam(uneven, kind)
     for looks in (1, 2):
-        analysis.look(optimizer)
+        analysis.observe(optimizer)
         assert analysis.counts.shape == analysis.absolute.shape == analysis.relative.shape == (256, 256)
         assert analysis.counts.sum() == looks * SIZE
     assert (analysis.absolute[analysis.counts == 0] == 0).all()
@@ -82,7 +82,7 @@ def test_the_default_is_the_code_of_the_optimizers_and_better_than_the_tables():
     optimizer = adam(uneven)
     mine, tables = optim.ErrorAnalysis(), optim.ErrorAnalysis("dynamic")
     for analysis in (mine, tables):
-        analysis.look(optimizer)
+        analysis.observe(optimizer)
     assert mine.method == optim.AdamW([nn.Parameter(torch.ones(9))]).defaults["codebook"]
     assert mine.mean_absolute_error < tables.mean_absolute_error
     by_m, by_v = mine.counts.sum(1), mine.counts.sum(0)
@@ -107,7 +107,7 @@ def test_small_and_huge_tensors_are_left_out():
         p.grad = torch.ones_like(p)
     optimizer.step()
     analysis = optim.ErrorAnalysis(largest=10_000)
-    analysis.look(optimizer)
+    analysis.observe(optimizer)
     assert analysis.counts.sum() == 8193
 
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_analysed_is_refused():
     p = nn.Parameter(torch.ones(SIZE))
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match="no state yet"):
-        optim.ErrorAnalysis().look(optim.AdamW([p]))
+        optim.ErrorAnalysis().observe(optim.AdamW([p]))
     for optimizer, message in (
         (optim.AdamW([p], bits=8), "already quantized; use one with bits=32"),
         (optim.SGD([p], momentum=0.9), "needs exp_avg and exp_avg_sq"),
@@ -123,7 +123,7 @@ def test_what_cannot_be_analysed_is_refused():
     ):
         optimizer.step()
         with pytest.raises(ValueError, match=message):
-            optim.ErrorAnalysis().look(optimizer)
+            optim.ErrorAnalysis().observe(optimizer)
     with pytest.raises(ValueError, match="block=None with method='quantile'"):
         optim.ErrorAnalysis("quantile")
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trimtab.ops import table
+from trimtab.ops.native import table
 
 Backend = Literal["reference", "native", "onednn", "triton"]
 REBUILD = "Rebuild it: `make .venv/ready` in a clone, else `pip install --force-reinstall --no-deps trimtab`"

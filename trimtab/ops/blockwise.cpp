@@ -15,17 +15,17 @@ void dequantize(const Dequantize& q) {
     for (int64_t start = task * CHUNK, stop; start < end; start = stop) {
       stop = smaller(end, (start / q.block + 1) * q.block);
       const float absmax = q.absmax[start / q.block];
-      const auto stretch = [&](auto put) { decode(*q.codebook, q.codes + start, stop - start, absmax, put); };
+      const auto decode_to = [&](auto put) { decode(*q.codebook, q.codes + start, stop - start, absmax, put); };
       uint16_t* half = (uint16_t*)q.out + start;
       float* full = (float*)q.out + start;
-      if (q.dtype == Dtype::float32) stretch([full](int64_t k, vf y, int lanes) { memcpy(full + k, &y, 4 * lanes); });
+      if (q.dtype == Dtype::float32) decode_to([full](int64_t k, vf y, int lanes) { memcpy(full + k, &y, 4 * lanes); });
       else if (q.dtype == Dtype::bfloat16)
-        stretch([half](int64_t k, vf y, int lanes) {
+        decode_to([half](int64_t k, vf y, int lanes) {
           const vh h = to_bfloat16(y);
           memcpy(half + k, &h, 2 * lanes);
         });
       else
-        stretch([half](int64_t k, vf y, int lanes) {
+        decode_to([half](int64_t k, vf y, int lanes) {
           const vh h = to_float16(y);
           memcpy(half + k, &h, 2 * lanes);
         });

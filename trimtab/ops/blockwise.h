@@ -1,14 +1,15 @@
-// One block: from float32 to codes and back. quantize, dequantize and the optimizer step all stand on these functions.
+// One block: from float32 to codes and back. quantize, dequantize and the optimizer step use these functions.
 //
 // The definition of a code is in blockwise.py: divide by absmax, then find the nearest codebook entry, ties down.
-// A search per value would cost ten times the memory traffic, so for the dynamic tables we guess and then verify:
+// A search per value would take ten times as long as the memory traffic, so codes of the dynamic tables are guessed and
+// verified:
 //
 //   guess    The boundaries of one decade are evenly spaced, so inside it the code is a straight line in u = |x|/absmax,
 //            cut to a whole number. Eight lines (seven decades and the value 1.0) fit in one register.
 //   verify   The guess can be wrong only if the line passes within SLACK of a whole number. Such a group of lanes
-//            (one in two hundred) walks from its guess to the code that the definition gives.
+//            (one in two hundred) is corrected step by step.
 //
-// So the codes are those of the definition, always, and the common case has no lookup.
+// So the codes are always those of the definition, and the common case has no lookup.
 #pragma once
 #include "native/simd.h"
 
@@ -108,7 +109,7 @@ struct ByFormula {
 };
 
 // The faster of the two for a dynamic table. A permute of eight lanes takes AVX2 two micro-operations, and the signed
-// formula is the longer one, so there the table wins.
+// formula is the longer one, so there the table is faster.
 #if defined(__AVX512F__)
 using DecodeSigned = ByFormula<true>;
 using DecodeUnsigned = ByFormula<false>;
@@ -120,7 +121,7 @@ using DecodeSigned = ByTable;
 using DecodeUnsigned = ByTable;
 #endif
 
-// Decode a stretch of one block, a vector at a time: put(k, values, lanes).
+// Decode a part of one block, a vector at a time: put(k, values, lanes).
 template <class Decode, class Put>
 INLINE void decode_with(const Decode decode, const uint8_t* codes, int64_t count, float absmax, Put put) {
   int64_t k = 0;
@@ -134,7 +135,7 @@ INLINE void decode_with(const Decode decode, const uint8_t* codes, int64_t count
 
 template <class Put>
 static inline void decode(const Codebook& book, const uint8_t* codes, int64_t count, float absmax, Put put) {
-  // A formula is the same for every book of its kind and is made once. A table belongs to its book and must not be kept.
+  // A formula is the same for every book of its kind, and is made once. A table belongs to its book and is not kept.
   if constexpr (!__is_same(DecodeUnsigned, ByTable)) {
     static const DecodeUnsigned formula(book);
     if (book.kind == Codebook::dynamic_unsigned) return decode_with(formula, codes, count, absmax, put);
@@ -215,14 +216,14 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
     decade[q] = (bits(u[q]) >> 16) * L::MULTIPLIER >> 16;
 #endif
   }
-  // The border tells whether u is in this decade or in the one before, whose line it then keeps to: there, u next to
-  // the border lands next to a whole number and is verified.
+  // Above the border u is in this decade, else in the one before. Near the border, u is near a whole number of that line
+  // and is verified.
   for (int q = 0; q < 4; q++) decade[q] = one_more_if_larger(decade[q], bits(u[q]), bits(lookup(lines.border, decade[q])));
   for (int q = 0; q < 4; q++) {
     vi t = bits(roughly_fma(u[q], lookup(lines.slope, decade[q]), splat(lines.offset))) - L::ORIGIN;
     vi shift = (SIGNED ? 21 : 20) + L::FIRST - decade[q];
     fraction = smaller_unsigned(fraction, shift_left(t, 32 - shift));
-    // Between a decade's last code and the border, the line goes on but the code does not.
+    // Between a decade's last code and the border, the line continues but the code does not.
     index[q] = shift_right(smaller(t, splat(2 * L::ONE - 1)), shift);
   }
   for (int q = 0; q < 4; q++) {
@@ -242,7 +243,7 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
 }
 
 // Write the four vectors of indices as codes; true if the group must be verified. Code 0 of the symmetric table is -1.0,
-// which no line knows: index -127 is verified, -128 is certain.
+// which is on no line: index -127 is verified, -128 is certain.
 template <bool SIGNED>
 INLINE bool put(uint8_t* codes, const vi index[4], vi near) {
   constexpr int zero = SIGNED ? 127 : -1;
@@ -313,7 +314,7 @@ static inline void encode(const Codebook& book, const float* x, int64_t count, f
     memset(codes, search(0, book), count);
     return;
   }
-  // Outside these bounds 1/absmax is not an ordinary number, and the guess would be no good.
+  // Outside these bounds 1/absmax is not a normal number, and the guess would be wrong.
   bool ordinary = absmax > 0x1p-120f && absmax < 0x1p120f;
   if (ordinary && (book.kind == Codebook::dynamic_signed || book.kind == Codebook::dynamic_symmetric))
     return encode_dynamic<true, false>(book, x, count, absmax, codes);
@@ -330,7 +331,7 @@ INLINE float stored(float absmax) { return absmax < INFINITY ? absmax : NAN; }
 
 // --- A whole tensor, block by block
 
-constexpr int64_t CHUNK = 1 << 13;  // values per task: worth handing out, and their scratch fits any thread's stack
+constexpr int64_t CHUNK = 1 << 13;  // values per task: enough work for a thread, and its scratch fits on the stack
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t tasks_for(int64_t count, int64_t size) { return (count + size - 1) / size; }

@@ -169,17 +169,9 @@ def quantize_native(x: Tensor, codebook: Tensor, block: int) -> tuple[Tensor, Te
 
 def quantize_out_native(x: Tensor, codebook: Tensor, block: int, codes: Tensor, absmax: Tensor) -> None:
     assert backends.native is not None
-    backends.native.quantize(
-        x.data_ptr(),
-        backends.DTYPE_CODES[x.dtype],
-        x.numel(),
-        block,
-        codebook.data_ptr(),
-        codebook.numel(),
-        codes.data_ptr(),
-        absmax.data_ptr(),
-        torch.get_num_threads(),
-    )
+    values = (x.data_ptr(), backends.DTYPE_CODES[x.dtype], x.numel(), block)
+    stored = (codes.data_ptr(), absmax.data_ptr())
+    backends.native.quantize(*values, codebook.data_ptr(), codebook.numel(), *stored, torch.get_num_threads())
 
 
 def dequantize_native(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, dtype: torch.dtype) -> Tensor:
@@ -190,17 +182,9 @@ def dequantize_native(codes: Tensor, absmax: Tensor, codebook: Tensor, block: in
 
 def dequantize_out_native(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, out: Tensor) -> None:
     assert backends.native is not None
-    backends.native.dequantize(
-        codes.data_ptr(),
-        absmax.data_ptr(),
-        codes.numel(),
-        block,
-        codebook.data_ptr(),
-        codebook.numel(),
-        out.data_ptr(),
-        backends.DTYPE_CODES[out.dtype],
-        torch.get_num_threads(),
-    )
+    stored = (codes.data_ptr(), absmax.data_ptr(), codes.numel(), block)
+    values = (out.data_ptr(), backends.DTYPE_CODES[out.dtype])
+    backends.native.dequantize(*stored, codebook.data_ptr(), codebook.numel(), *values, torch.get_num_threads())
 
 
 if backends.native is not None:

@@ -57,12 +57,6 @@ def examine() -> Report:
 
 
 def _machine() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
     flags = _cpu_flags()
     return {
         "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()} in PyTorch",
@@ -71,8 +65,15 @@ def _machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
-        **versions,
+        **{name: _version(name) for name in PACKAGES},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _native() -> str:

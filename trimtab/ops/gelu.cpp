@@ -1,6 +1,6 @@
 // GELU in its tanh form, and its gradient. Definition: gelu.py.
 //
-// x * s with s = 1 / (1 + e^-z), so one exponential is all it takes: e = 2^-t with t = |z| log2(e), split into a whole
+// x * s with s = 1 / (1 + e^-z), which needs one exponential: e = 2^-t with t = |z| log2(e), split into a whole
 // number n, which goes into the exponent, and a rest f within half a unit, which goes through a polynomial.
 #include "blockwise.h"
 
@@ -14,10 +14,10 @@ constexpr double LOG2E = 1.4426950408889634;
 constexpr float POWER[7] = {1.5345812e-4f, -1.3399931e-3f, 9.6184890e-3f, -5.5503288e-2f, 2.4022647e-1f, -6.9314721e-1f, 1};
 constexpr float FAR = 14;  // beyond it s is 0 or 1 in float32, and so is the gradient
 
-// t - n, where t is so large that its last place in float32 would be felt in the result.
+// t - n in float64, where t is so large that its last bit in float32 would affect the result.
 INLINE vf rest(vf x, vf n) {
   const vd wide = __builtin_convertvector(x, vd);
-  const vd t = wide * (wide * wide * (CUBIC * LOG2E) + SLOPE * LOG2E);  // negative, as x is where this is asked for
+  const vd t = wide * (wide * wide * (CUBIC * LOG2E) + SLOPE * LOG2E);  // negative, as x is
   return __builtin_convertvector(-t - __builtin_convertvector(n, vd), vf);
 }
 

@@ -130,14 +130,9 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
 def run_native(x: Tensor, grad: Tensor | None) -> Tensor:
     assert backends.native is not None
     out = backends.empty(x.shape, x.dtype)
-    backends.native.gelu(
-        x.data_ptr(),
-        0 if grad is None else grad.data_ptr(),
-        out.data_ptr(),
-        backends.DTYPE_CODES[x.dtype],
-        x.numel(),
-        torch.get_num_threads() if x.numel() >= GRAIN else 1,
-    )
+    addresses = (x.data_ptr(), 0 if grad is None else grad.data_ptr(), out.data_ptr())
+    threads = torch.get_num_threads() if x.numel() >= GRAIN else 1
+    backends.native.gelu(*addresses, backends.DTYPE_CODES[x.dtype], x.numel(), threads)
     return out
 
 

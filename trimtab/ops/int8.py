@@ -175,21 +175,12 @@ def _(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | N
 
 def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     assert backends.native is not None
-    rows, columns = x.shape
     codes = backends.empty(x.shape, torch.int8)
     if x.numel() == 0:
         return codes, x.new_zeros(x.shape[1 - dim], dtype=torch.float32)
     absmax = x.new_empty(x.shape[1 - dim], dtype=torch.float32)
-    backends.native.quantize_int8(
-        x.data_ptr(),
-        backends.DTYPE_CODES[x.dtype],
-        rows,
-        columns,
-        dim == 0,
-        codes.data_ptr(),
-        absmax.data_ptr(),
-        torch.get_num_threads(),
-    )
+    stored = (codes.data_ptr(), absmax.data_ptr(), torch.get_num_threads())
+    backends.native.quantize_int8(x.data_ptr(), backends.DTYPE_CODES[x.dtype], *x.shape, dim == 0, *stored)
     return codes, absmax
 
 

@@ -1,6 +1,6 @@
 """How much an 8-bit data type distorts Adam's update, and where (Dettmers et al. 2022, appendix F).
 
-A 32-bit optimizer runs as usual. At each `look`, its moments are quantized and dequantized by the method under test,
+A 32-bit optimizer runs as usual. At each `observe`, its moments are quantized and dequantized by the method under test,
 and the resulting update is compared with the exact one:
 
     u = m / (√v + eps)      absolute error |u8 - u|       relative error |u8 - u| / |u + 1e-6|
@@ -9,6 +9,7 @@ Counts and errors are summed by (code of m, code of v), in the order of the code
 errors where the counts are high.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -26,7 +27,7 @@ class ErrorAnalysis:
     """Sum the errors that 8-bit state would cause, from the moments of an Adam-like optimizer with 32-bit state.
 
     >>> analysis = ErrorAnalysis("dynamic", block=2048)
-    >>> optimizer.step(); analysis.look(optimizer)
+    >>> optimizer.step(); analysis.observe(optimizer)
     >>> analysis.mean_relative_error, analysis.counts                # a number, and a 256 x 256 histogram
 
     Args:
@@ -51,20 +52,25 @@ class ErrorAnalysis:
             raise ValueError("quantiles are those of a whole tensor; use block=None with method='quantile'")
         self.method, self.block, self.eps, self.smallest, self.largest = method, block, eps, smallest, largest
         self.counts, self.absolute, self.relative = (torch.zeros(256, 256, dtype=torch.float64) for _ in range(3))
-        self._looks = 0
+        self._count = 0
 
     @torch.no_grad()
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
+    def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """Add the optimizer's current state to the histograms."""
         found = False
-        self._looks += 1
+        self._count += 1
         for state in optimizer.state.values():
             m, v = _read_moments(state)
             found = True
             if self.smallest <= m.numel() <= self.largest:
                 self._add(m.float().contiguous(), v.float().contiguous())
         if not found:
-            raise ValueError("the optimizer has no state yet; call look after its first step")
+            raise ValueError("the optimizer has no state yet; call observe after its first step")
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Deprecated: use `observe`."""
+        warnings.warn("ErrorAnalysis.look is now ErrorAnalysis.observe", DeprecationWarning, stacklevel=2)
+        self.observe(optimizer)
 
     @property
     def mean_absolute_error(self) -> float:
@@ -90,7 +96,7 @@ class ErrorAnalysis:
         """The codes of m and of v, and what they decode to."""
         if self.method == "quadratic":
             block, signed = self.block or m.numel(), [True, False]
-            stored = encode_moments([m, v], signed, block, step=self._looks)
+            stored = encode_moments([m, v], signed, block, step=self._count)
             m8, v8 = decode_moments([c for c, _ in stored], [a for _, a in stored], signed, block)
             return [(stored[0][0].view(torch.int8).int() + 128, m8), (stored[1][0], v8)]
         return [self._round_one(m, signed=True), self._round_one(v, signed=False)]

@@ -43,16 +43,9 @@ class Description:
             (e.name, "×".join(map(str, e.shape)) or "·", str(e.bits), e.why, f"{e.bytes_now:,}", f"{e.bytes_at_32:,}")
             for e in self.entries
         ]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        numbers = {2, 4, 5}
-        table = [
-            "  ".join(
-                cell.rjust(w) if i in numbers else cell.ljust(w)
-                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        ]
-        return "\n".join([*table, "", self.summary()])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<><>>", widths, strict=True))
+        return "\n".join([*(layout.format(*line) for line in lines), "", self.summary()])
 
     def summary(self) -> str:
         """One line: how many tensors are quantized, and the bytes saved."""

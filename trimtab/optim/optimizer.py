@@ -197,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
                 if changed or (storage.why == "bits=32") != (bits == 32):
                     raise ValueError(
                         f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
-                        f"but the group now says bits={bits}, block={block}, codebook={codebook!r}, "
+                        f"but the group now has bits={bits}, block={block}, codebook={codebook!r}, "
                         f"skip_zeros={group['skip_zeros']}; load a portable state dict into a new optimizer for that"
                     )
                 mine = local(p)

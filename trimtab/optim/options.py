@@ -83,7 +83,7 @@ def choose_storage(numel: int, group: Mapping[str, Any], exempt: str | None) -> 
     if group["bits"] == 8:
         if exempt is not None:
             why = exempt
-        elif group["skip_zeros"]:  # the values of a block share a scale: none of them could stay exactly what it was
+        elif group["skip_zeros"]:  # in an 8-bit block all values change with the shared scale
             why = "skip_zeros"
         elif numel < group["min_8bit_size"]:
             why = f"smaller than min_8bit_size={group['min_8bit_size']}"
@@ -101,7 +101,7 @@ def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
     unknown = given.keys() - DEFAULTS.keys() - switches
     if unknown:
         known = ", ".join(Options.__annotations__)
-        raise TypeError(f"{optimizer} got unknown options {sorted(unknown)}; besides its own it takes {known}")
+        raise TypeError(f"{optimizer} got unknown options {sorted(unknown)}; besides its own it has {known}")
     return {name: value for name, value in given.items() if name not in switches}
 
 

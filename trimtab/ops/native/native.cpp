@@ -1,4 +1,4 @@
-// The Python module: turns addresses into arguments, recognises codebooks, and picks the instruction set once.
+// The Python module: converts arguments, recognises codebooks, and chooses the instruction set when it is loaded.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -99,8 +99,8 @@ Codebook open_codebook(Address values, int count) {
   return book;
 }
 
-// Ask for large pages under a fresh result: clearing a page at a time can take five times as long as the kernel that fills
-// it. Only a request; where the system has no such thing, nothing happens.
+// Request large pages for a new result: clearing small pages can take five times as long as the kernel that fills them.
+// Without support in the system this does nothing.
 void prefer_huge_pages([[maybe_unused]] Address start, [[maybe_unused]] int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   const Address page = 4096, first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
@@ -108,7 +108,7 @@ void prefer_huge_pages([[maybe_unused]] Address start, [[maybe_unused]] int64_t 
 #endif
 }
 
-// --- Entry points. Checks are Python's; these only unpack. The interpreter goes on while they run.
+// --- Entry points. Python has checked the arguments. The interpreter lock is released while they run.
 
 void quantize(Address x, int dtype, int64_t count, int64_t block, Address codebook, int entries, Address codes,
               Address absmax, int threads) {
@@ -124,7 +124,7 @@ void dequantize(Address codes, Address absmax, int64_t count, int64_t block, Add
   active->dequantize({(const uint8_t*)codes, (const float*)absmax, count, block, &book, (void*)out, (Dtype)dtype, threads});
 }
 
-// One flat list per kind of argument, tensor by tensor; states and absmax state by state, as in step.py.
+// One flat list per kind of argument, tensor by tensor; states and absmax state by state, as in step/fused.py.
 std::vector<StepTensor> step_tensors(const std::vector<Address>& params, const std::vector<Address>& grads,
                                      const std::vector<Address>& states, const std::vector<Address>& absmax,
                                      const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
@@ -214,7 +214,7 @@ void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int th
 
 NB_MODULE(_native, m) {
   using namespace trimtab;
-  m.doc() = "CPU kernels. They take addresses and trust them: call them through trimtab.ops, which checks.";
+  m.doc() = "CPU kernels. They do not check the addresses they get: call them through trimtab.ops.";
   m.attr("TABLE") = TABLE;
   m.attr("SOURCES") = SOURCES;
   m.def("levels", [] {

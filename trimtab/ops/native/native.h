@@ -1,8 +1,8 @@
-// What the kernels share: argument types, the table of kernels that one instruction set offers, and threads.
+// Shared by the kernels: argument types, the list of kernels of one instruction set, and threads.
 //
-// blockwise.cpp, gelu.cpp, int8.cpp and step/fused.cpp are compiled once per instruction set, each time into its own namespace
-// TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the whole
-// library, and it might be the one with instructions this CPU does not have.
+// blockwise.cpp, gelu.cpp, int8.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
+// namespace TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the
+// whole library, possibly with instructions that this CPU does not have.
 #pragma once
 #include <cstdint>
 
@@ -10,7 +10,7 @@
 
 namespace trimtab {
 
-// A codebook as the kernels want it. The dynamic tables are recognised by value, and then need no lookup.
+// A codebook. The dynamic tables are recognised by their values and need no lookup.
 struct Codebook {
   enum Kind { any, dynamic_signed, dynamic_symmetric, dynamic_unsigned } kind;
   int count;
@@ -111,10 +111,10 @@ struct Kernels {
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 
-// fingerprint.cpp; the same at every level, for only integers are multiplied.
+// fingerprint.cpp; the same at every level.
 uint64_t fingerprint(const uint8_t* data, int64_t bytes, int threads);
 
-// Run body(context, task, worker) for every task on up to `threads` threads, each taking the next task when it is free.
+// Run body(context, task, worker) for every task on up to `threads` threads.
 void run_tasks(int64_t tasks, int threads, void (*body)(void*, int64_t task, int worker), void* context);
 
 template <class Body>

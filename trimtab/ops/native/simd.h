@@ -1,4 +1,4 @@
-// A few vectors wide enough for one instruction set, on the compilers' own vector types: + - * / ?: need no names.
+// Vectors of one instruction set, on the compilers' own vector types, which have + - * / and ?:.
 //
 // W lanes of float (vf) or int32 (vi): 16 with AVX-512, else 8, which the compiler splits where registers are shorter.
 #pragma once
@@ -24,6 +24,7 @@ typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef uint8_t vb __attribute__((vector_size(W)));
 typedef int8_t vc __attribute__((vector_size(W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
@@ -44,60 +45,46 @@ INLINE vi splat(int32_t x) { return x - vi{}; }
 INLINE vi bits(vf x) { return (vi)x; }
 INLINE vf magnitude(vf x) { return (vf)(bits(x) & 0x7fffffff); }
 
-INLINE vf root(vf x) {
+// One expression per instruction set; only the chosen one is compiled.
 #if defined(__AVX512F__)
-  return (vf)_mm512_sqrt_ps((__m512)x);
+#define CHOOSE(avx512, avx2, plain) avx512
 #elif defined(__AVX2__)
-  return (vf)_mm256_sqrt_ps((__m256)x);
+#define CHOOSE(avx512, avx2, plain) avx2
 #else
-  vf y;
-  for (int l = 0; l < W; l++) y[l] = __builtin_sqrtf(x[l]);
-  return y;
+#define CHOOSE(avx512, avx2, plain) plain
 #endif
+
+// A vector computed lane by lane.
+template <class V, class Lane>
+INLINE V by_lane(Lane lane) {
+  V y;
+  for (int l = 0; l < W; l++) y[l] = lane(l);
+  return y;
 }
 
-// Half to even. Good for |x| < 2^22.
+INLINE vf root(vf x) {
+  return (vf)CHOOSE(_mm512_sqrt_ps((__m512)x), _mm256_sqrt_ps((__m256)x), by_lane<vf>([&](int l) { return __builtin_sqrtf(x[l]); }));
+}
+
+// Half to even. For |x| < 2^22. Without instructions, adding 1.5 * 2^23 rounds: it leaves no bits for a fraction.
 INLINE vi round_to_int(vf x) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_cvtps_epi32((__m512)x);
-#elif defined(__AVX2__)
-  return (vi)_mm256_cvtps_epi32((__m256)x);
-#else
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23 leaves no bits for a fraction: the addition itself rounds
-  return bits(x + magic) - bits(magic);
-#endif
+  return (vi)CHOOSE(_mm512_cvtps_epi32((__m512)x), _mm256_cvtps_epi32((__m256)x),
+                    (bits(x + splat(12582912.0f)) - bits(splat(12582912.0f))));
 }
 
 // Widen W codes.
 INLINE vi load_codes(const uint8_t* from) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__AVX2__)
-  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-  return __builtin_convertvector(load<vb>(from), vi);
-#endif
+  return (vi)CHOOSE(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)),
+                    _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)), __builtin_convertvector(load<vb>(from), vi));
 }
-
 INLINE vi load_signed_codes(const uint8_t* from) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__AVX2__)
-  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-  return __builtin_convertvector(load<vc>(from), vi);
-#endif
+  return (vi)CHOOSE(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)),
+                    _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)), __builtin_convertvector(load<vc>(from), vi));
 }
 
 // a * b + c where the last bit does not matter, or where a * b is exact.
 INLINE vf roughly_fma(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
+  return (vf)CHOOSE(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c), _mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c), (a * b + c));
 }
 
 // table[index % 8] in every lane.
@@ -105,54 +92,27 @@ struct Eight {
   float values[W];
 };
 INLINE vf lookup(const Eight& table, vi index) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)load(table.values));
-#elif defined(__AVX2__)
-  return (vf)_mm256_permutevar8x32_ps((__m256)load(table.values), (__m256i)index);
-#else
-  vf y;
-  for (int l = 0; l < W; l++) y[l] = table.values[index[l] & 7];
-  return y;
-#endif
+  return (vf)CHOOSE(_mm512_permutexvar_ps((__m512i)index, (__m512)load(table.values)),
+                    _mm256_permutevar8x32_ps((__m256)load(table.values), (__m256i)index),
+                    by_lane<vf>([&](int l) { return table.values[index[l] & 7]; }));
 }
 
 // Logical shifts; counts of 32 and more, and negative ones, give 0.
 INLINE vi shift_right(vi x, vi count) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_srlv_epi32((__m512i)x, (__m512i)count);
-#elif defined(__AVX2__)
-  return (vi)_mm256_srlv_epi32((__m256i)x, (__m256i)count);
-#else
-  vi y;
-  for (int l = 0; l < W; l++) y[l] = (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] >> count[l]);
-  return y;
-#endif
+  return (vi)CHOOSE(_mm512_srlv_epi32((__m512i)x, (__m512i)count), _mm256_srlv_epi32((__m256i)x, (__m256i)count),
+                    by_lane<vi>([&](int l) { return (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] >> count[l]); }));
 }
-
 INLINE vi shift_left(vi x, vi count) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_sllv_epi32((__m512i)x, (__m512i)count);
-#elif defined(__AVX2__)
-  return (vi)_mm256_sllv_epi32((__m256i)x, (__m256i)count);
-#else
-  vi y;
-  for (int l = 0; l < W; l++) y[l] = (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] << count[l]);
-  return y;
-#endif
+  return (vi)CHOOSE(_mm512_sllv_epi32((__m512i)x, (__m512i)count), _mm256_sllv_epi32((__m256i)x, (__m256i)count),
+                    by_lane<vi>([&](int l) { return (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] << count[l]); }));
 }
 
 INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
 INLINE vi smaller(vi a, vi b) { return a > b ? b : a; }
 INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 INLINE vi smaller_unsigned(vi a, vi b) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_min_epu32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (vi)_mm256_min_epu32((__m256i)a, (__m256i)b);
-#else
-  typedef uint32_t vu __attribute__((vector_size(4 * W)));
-  return (vi)((vu)a > (vu)b ? (vu)b : (vu)a);
-#endif
+  return (vi)CHOOSE(_mm512_min_epu32((__m512i)a, (__m512i)b), _mm256_min_epu32((__m256i)a, (__m256i)b),
+                    ((vu)a > (vu)b ? (vu)b : (vu)a));
 }
 
 // x + 1 where a > b.
@@ -164,16 +124,10 @@ INLINE vi one_more_if_larger(vi x, vi a, vi b) {
 #endif
 }
 
-// -x where `sign` is negative.
+// -x where `sign` is negative. (AVX2's instruction gives 0 where `sign` is 0, and there x is 0 too.)
 INLINE vi with_sign(vi x, vi sign) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_mask_sub_epi32((__m512i)x, _mm512_movepi32_mask((__m512i)sign), __m512i{}, (__m512i)x);
-#elif defined(__AVX2__)
-  return (vi)_mm256_sign_epi32((__m256i)x, (__m256i)sign);  // makes it 0 where sign is 0, as x is there
-#else
-  sign >>= 31;
-  return (x ^ sign) - sign;
-#endif
+  return (vi)CHOOSE(_mm512_mask_sub_epi32((__m512i)x, _mm512_movepi32_mask((__m512i)sign), __m512i{}, (__m512i)x),
+                    _mm256_sign_epi32((__m256i)x, (__m256i)sign), ((x ^ (sign >> 31)) - (sign >> 31)));
 }
 
 INLINE bool any(vi mask) {
@@ -208,7 +162,7 @@ INLINE double sum(vf x) {
   return y;
 }
 
-// --- bfloat16 and float16 stretches to and from float32. Rounding is to nearest, ties to even; NaN stays NaN.
+// --- bfloat16 and float16 to and from float32. Rounding is to nearest, ties to even; NaN stays NaN.
 
 INLINE vf from_bfloat16(vh x) { return (vf)(__builtin_convertvector(x, vi) << 16); }
 INLINE vh to_bfloat16(vf x) {
@@ -222,41 +176,27 @@ typedef __fp16 half;
 #else
 typedef _Float16 half;
 #endif
+INLINE float widen(uint16_t bits) {
+  half h;
+  memcpy(&h, &bits, 2);
+  return (float)h;
+}
+INLINE uint16_t narrow(float x) {
+  const half h = (half)x;
+  uint16_t bits;
+  memcpy(&bits, &h, 2);
+  return bits;
+}
 
 INLINE vf from_float16(vh x) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_cvtph_ps((__m256i)x);
-#elif defined(__F16C__)
-  return (vf)_mm256_cvtph_ps((__m128i)x);
-#else
-  vf y;
-  for (int l = 0; l < W; l++) {
-    half h;
-    uint16_t b = x[l];
-    memcpy(&h, &b, 2);
-    y[l] = (float)h;
-  }
-  return y;
-#endif
+  return (vf)CHOOSE(_mm512_cvtph_ps((__m256i)x), _mm256_cvtph_ps((__m128i)x), by_lane<vf>([&](int l) { return widen(x[l]); }));
 }
 INLINE vh to_float16(vf x) {
-#if defined(__AVX512F__)
-  return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(__F16C__)
-  return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#else
-  vh y;
-  for (int l = 0; l < W; l++) {
-    half h = (half)x[l];
-    uint16_t b;
-    memcpy(&b, &h, 2);
-    y[l] = b;
-  }
-  return y;
-#endif
+  return (vh)CHOOSE(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT),
+                    by_lane<vh>([&](int l) { return narrow(x[l]); }));
 }
 
-// Scratch, aligned for any vector; throws where there is none, which Python sees as a MemoryError.
+// Scratch memory, aligned for any vector. Throws if there is none, which becomes a MemoryError in Python.
 static inline void* allocate(int64_t bytes) {
   void* memory = aligned_alloc(64, (bytes + 64) / 64 * 64);
   if (!memory) throw std::bad_alloc();
@@ -280,7 +220,7 @@ static inline const float* read(const void* from, Dtype dtype, int64_t count, fl
   return scratch;
 }
 
-// The way back: nothing to do where `values` already are the destination.
+// The inverse. Nothing to do where `values` already are the destination.
 static inline void write(const float* values, int64_t count, void* to, Dtype dtype) {
   if (dtype == Dtype::float32) {
     if (values != to) memcpy(to, values, 4 * count);

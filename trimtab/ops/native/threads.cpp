@@ -1,4 +1,4 @@
-// A small pool of threads. Not OpenMP: PyTorch brings its own copy of that runtime, and two of them fight over the cores.
+// A thread pool. Not OpenMP: PyTorch has its own copy of that runtime, and two of them would compete for the cores.
 #include <unistd.h>
 
 #include <atomic>
@@ -23,7 +23,7 @@ class Pool {
         int worker = (int)workers_.size() + 1;
         try {
           workers_.emplace_back([this, worker] { serve(worker); });
-        } catch (const std::system_error&) {  // the system gives no more threads: go on with those we have
+        } catch (const std::system_error&) {  // no more threads available: continue with the existing ones
           threads = worker;
           break;
         }
@@ -69,8 +69,8 @@ class Pool {
   uint64_t generation_ = 0;
 };
 
-// Threads do not survive a fork (a data loader's workers): the child starts its own pool. Pools are never destroyed,
-// so that no thread is joined while the interpreter shuts down.
+// Threads do not exist after a fork (a data loader's workers), so the child starts its own pool. Pools are never
+// destroyed, so that no thread is joined during the interpreter's shutdown.
 Pool& pool() {
   static std::mutex mutex;
   static Pool* current = nullptr;

@@ -1,12 +1,12 @@
-// The fused optimizer step. A task takes a stretch of one tensor; each block of it is decoded, updated and encoded
-// while it is in the cache. The rules are the equations of step.py, operation by operation: the build turns off the
-// contraction of a * b + c into one instruction, so the results are the reference's, to the last bit.
+// The fused optimizer step. A task is a range of one tensor; each block of it is decoded, updated and encoded while it is
+// in the cache. The rules are the equations of rules.py, operation by operation. The build disables the contraction of
+// a * b + c into one instruction, so the results equal the reference to the last bit.
 #include "step/quadratic.h"
 
 namespace trimtab::TRIMTAB_LEVEL {
 
-// --- The rules. `advance` turns the decoded moments into the new ones; `update` is what the parameter moves by. A rule that
-// is `split` divides by the root of the second moment, which `update` is given; in the others `advance` returns the update.
+// --- The rules. `advance` computes the new moments; `update` is the change of the parameter before the learning rate. A
+// rule that is `split` divides by the root of the second moment, which `update` is given; else `advance` returns the update.
 
 template <Rule R>
 struct Math;
@@ -115,8 +115,8 @@ INLINE vf only(vf x, int lanes) {
 }
 
 // Where the moments are: in the state itself; decoded into scratch before the update; or decoded by the update, vector by
-// vector. Divisions and square roots leave the other units idle for long on sixteen lanes, so there the last is best; on
-// eight lanes the loop becomes too long to look ahead in (docs/log.md).
+// vector. On sixteen lanes divisions and square roots leave other units idle, so there the last is fastest; on eight
+// lanes the loop becomes too long (docs/log.md).
 // The quadratic code is decoded by the update too: that takes it two multiplications.
 enum class Storage { float32, before, beside, quadratic };
 
@@ -128,8 +128,7 @@ struct Block {
   static constexpr bool quadratic = S == Storage::quadratic;
   static constexpr bool has_second = !is_signed<R>(states - 1);  // then the other moments are kept in units of its root
   static constexpr Kind kind(int i) { return !is_signed<R>(i) ? Kind::root : has_second ? Kind::unit : Kind::plain; }
-  // With the quadratic code, roots and divisions are in two loops: in one, they keep the processor waiting, for it cannot
-  // look ahead over several of its turns.
+  // With the quadratic code, roots and divisions are in two loops: in one loop their latencies do not overlap.
   template <Pass P>
   static constexpr bool later = quadratic && Math<R>::split && P == Pass::update;
   const DecodeSigned* decode_signed;
@@ -202,8 +201,8 @@ struct Block {
     }
   }
 
-  // The hardware does not look across the end of a page, so ask for the lines of 64 values some way ahead. Asking beyond
-  // the end of a tensor is allowed.
+  // The hardware does not prefetch across the end of a page, so the lines of 64 values are prefetched here. Addresses
+  // beyond the end of a tensor are allowed.
   static constexpr int64_t AHEAD = 512;
   INLINE_MEMBER void fetch(int64_t k) const {
     for (int line = 0; line < 64; line += 16) {
@@ -254,7 +253,7 @@ struct Block {
   }
 };
 
-// --- Tasks: stretches of whole blocks, a few tens of thousands of values long.
+// --- Tasks: ranges of whole blocks, a few tens of thousands of values long.
 
 struct Task {
   int64_t tensor, start, end;
@@ -266,15 +265,15 @@ struct Tasks {
 
   // Tensors whose row is not finite are left out where `skip` is set.
   Tasks(const Step& step, int64_t unit, bool skip) {
-    const int64_t stretch = unit * (unit >= 32768 ? 1 : 32768 / unit);
+    const int64_t range = unit * (unit >= 32768 ? 1 : 32768 / unit);
     int64_t total = 0;
-    for (int64_t t = 0; t < step.tensor_count; t++) total += step.tensors[t].count / stretch + 1;
+    for (int64_t t = 0; t < step.tensor_count; t++) total += step.tensors[t].count / range + 1;
     list = (Task*)allocate(total * sizeof(Task));
     for (int64_t t = 0; t < step.tensor_count; t++) {
       const StepTensor& x = step.tensors[t];
       if (skip && !finite(*x.scalars)) continue;
-      for (int64_t start = 0; start < x.count; start += stretch) {
-        const int64_t end = start + stretch;
+      for (int64_t start = 0; start < x.count; start += range) {
+        const int64_t end = start + range;
         list[count++] = {t, start, end < x.count ? end : x.count};
       }
     }
@@ -290,7 +289,7 @@ struct Tasks {
   }
 };
 
-// Add up the tasks' sums in their order: the result does not depend on the number of threads.
+// Add the sums of the tasks in order: the result does not depend on the number of threads.
 static void gather(const Tasks& tasks, const double* partial, const Step& step) {
   for (int64_t i = 0; i < max_sums * step.tensor_count; i++) step.sums[i] = 0;
   for (int64_t t = 0; t < tasks.count; t++)
@@ -311,7 +310,7 @@ static void run(const Step& step) {
   const Tasks tasks(step, unit, P == Pass::update);
   float* scratch = (float*)allocate(step.threads * padded * buffers * sizeof(float));
   double* partial = (double*)allocate(tasks.count * max_sums * sizeof(double));
-  // Parallel over stretches; the blocks of one stretch follow each other in memory.
+  // Parallel over ranges; the blocks of one range are contiguous in memory.
   parallel(tasks.count, step.threads, [&](int64_t index, int worker) {
     const Task task = tasks.list[index];
     const StepTensor x = step.tensors[task.tensor];
@@ -350,7 +349,7 @@ static void run(const Step& step) {
       }
       write(b.param, count, at(x.param, x.param_dtype, start), x.param_dtype);
       if (!CODED) continue;
-      float absmax[states];  // all of them first: the encoding of one state hides the wait for the next one's scale
+      float absmax[states];  // all of them first: the encoding of one state overlaps with the scale of the next
       for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
       if constexpr (B::quadratic) {
         b.encode(x, dither, start, count, absmax);
@@ -375,7 +374,7 @@ static void run_pass(const Step& step) {
   switch (step.pass) {
     case Pass::update: return run<R, S, Pass::update>(step);
     case Pass::norms: return run<R, S, Pass::norms>(step);
-    case Pass::ratios:  // which only this rule is asked for
+    case Pass::ratios:  // used with this rule only
       if constexpr (R == Rule::rms) run<R, S, Pass::ratios>(step);
   }
 }

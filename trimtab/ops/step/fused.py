@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from trimtab.ops import backends, table
+from trimtab.ops import backends
 from trimtab.ops.blockwise import count_blocks, dequantize_reference, quantize_reference
 from trimtab.ops.checks import (
     FLOATS,
@@ -33,6 +33,7 @@ from trimtab.ops.checks import (
     check_tensor,
 )
 from trimtab.ops.codebook import load_codebook
+from trimtab.ops.native import table
 from trimtab.ops.step.quadratic import decode_moments, encode_moments
 from trimtab.ops.step.rules import BETA2, COUPLED, DECAY, EPS, GAIN2, GRAD_SCALE, LR, RULES, SCALARS, STEP, Moments, Row
 

@@ -69,7 +69,6 @@ struct Dither {
 
 // floor(code + dither), the code in parts.
 INLINE vi cut(vf parts, vi phase) {
-  typedef uint32_t vu __attribute__((vector_size(4 * W)));
   return (round_to_int(parts) + (vi)((vu)phase >> (32 - PART_BITS))) >> PART_BITS;
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.ops import table
+from trimtab.ops.native import table
 from trimtab.ops.step.quadratic import exact_root
 
 SCALARS = table.SCALARS
@@ -103,7 +103,7 @@ RULES = {
     update.__name__[1:]: Rule(tuple(state == "m" for state in table.RULES[update.__name__[1:]]), update)
     for update in _UPDATES
 }
-assert list(RULES) == list(table.RULES), "the equations and trimtab/ops/table.py list different rules"
+assert list(RULES) == list(table.RULES), "the equations and trimtab/ops/native/table.py list different rules"
 
 
 # --- Rows, and what several optimizers compute alike

@@ -49,8 +49,8 @@ def describe() -> str:
     return " | ".join(" ".join(names) for names in (rules, SCALARS, PASSES, DTYPES))
 
 
-def hash_sources(folder: Path = Path(__file__).parent) -> str | None:
-    """SHA-256 of the C++ sources, or None where there are none: wheels do not contain them."""
+def hash_sources(folder: Path = Path(__file__).parent.parent) -> str | None:
+    """SHA-256 of the C++ sources of trimtab/ops, or None where there are none: wheels do not contain them."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix in (".cpp", ".h"))
     content = hashlib.sha256()
     for path in paths:
@@ -61,7 +61,7 @@ def hash_sources(folder: Path = Path(__file__).parent) -> str | None:
 def header() -> str:
     """The table in C++."""
     states = ", ".join(f'"{states}"' for states in RULES.values())
-    return f"""// Written by trimtab/ops/table.py. Do not edit.
+    return f"""// Written by trimtab/ops/native/table.py. Do not edit.
 #pragma once
 #define TRIMTAB_RULES(X) {" ".join(f"X({name})" for name in RULES)}
 
