@@ -1,18 +1,37 @@
-# Two commands do everything on a fresh machine with python3, make and g++: `make test` and `make lab`.
+# On a fresh machine with python3, make and g++ two commands are enough: `make test` and `make lab`.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := $(wildcard trimtab/ops/*.cpp trimtab/ops/*.h) CMakeLists.txt pyproject.toml constraints.txt
+SOURCES := $(shell find trimtab/ops -name '*.cpp' -o -name '*.h') $(wildcard trimtab/ops/table.py) \
+	CMakeLists.txt pyproject.toml constraints.txt
+OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: test lab bench clean
+.PHONY: test test-slow test-oldest lab docs wheel bench clean
 
 test: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
 
-# The default study and its page; run again, it goes on where it was stopped.
+# Real training, long searches, and the built wheel in an empty environment.
+test-slow: .venv/installed
+	$(BIN)/pytest -m slow
+
+# The fast rooms with the oldest torch that pyproject.toml allows, in an environment of their own.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/pytest -n 2 tests/ops tests/optim tests/nn
+
+# The default study and its page. If it was stopped, the same command resumes it.
 lab: .venv/ready
 	$(BIN)/trimtab lab --out runs/lab
+
+# The documentation site in site/. --strict: a broken link or an unknown name is an error.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# An sdist and a wheel in dist/. The wheel is built from the sdist, so a file missing there is noticed.
+wheel: .venv/installed
+	$(BIN)/python -m build
 
 bench: .venv/installed
 	$(BIN)/python -m bench.ops
@@ -22,19 +41,30 @@ bench: .venv/installed
 	$(BIN)/python -m bench.watch
 	$(BIN)/python -m bench.lab
 
-# torch first and alone, so that nothing else can pick another one.
+# torch is installed first and alone, so that no other package selects another version.
 .venv/ready: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lab]'
 	touch $@
 
-# What tests and benchmarks need besides. The peers, whose states we read and whose speed we compare with, come without
-# their dependencies: they must not choose the torch either.
+# What tests and benchmarks need. The libraries that we compare with are installed without their dependencies, because
+# these would select another torch.
 .venv/installed: .venv/ready
 	$(BIN)/pip install --quiet -c constraints.txt 'trimtab[dev]'
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi
 	touch $@
 
+.venv/docs: .venv/ready
+	$(BIN)/pip install --quiet -c constraints.txt 'trimtab[docs]'
+	touch $@
+
+.venv-oldest/installed: $(SOURCES)
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet 'torch==$(OLDEST).*'
+	.venv-oldest/bin/pip install --quiet -c .venv-oldest/constraints.txt -e '.[hf]' hypothesis pytest pytest-xdist triton
+	touch $@
+
 clean:
-	rm -rf .venv build
+	rm -rf .venv .venv-oldest build dist site

@@ -33,7 +33,7 @@ from trimtab.lab.table import read_end
 from trimtab.optim import groups
 from trimtab.train.build import Task, build_task
 from trimtab.train.config import RunConfig
-from trimtab.train.plan import foretell
+from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes
 
 SAMPLE_LRS = (1e-3, 1e-2, 1e-1)  # calm, best, and where the plain arm fails
@@ -95,7 +95,7 @@ def run_plain(cells: list[Cell]) -> tuple[float, dict[str, float]]:
 def train_plainly(config: RunConfig) -> float:
     """What one would write in a notebook; returns the final validation loss."""
     task = build_task(config, Processes())
-    model, rate, batches = task.model, foretell(config).rate, task.batches("train", config.seed)
+    model, rate, batches = task.model, simulate(config).rate, task.batches("train", config.seed)
     optimizer = make_adamw(model, config)
     evaluate(task, config)
     for step in range(1, config.steps + 1):

@@ -126,7 +126,7 @@ class Model:
     def adamw(self) -> None:
         for members, states, absmax in self.groups:
             params, grads = [self.params[i] for i in members], [self.grads[i] for i in members]
-            rows = step_rules.adamw(torch.full((len(members),), 10.0), lr=1e-3, weight_decay=0.01)
+            rows = _adamw_rows(torch.full((len(members),), 10.0))
             fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK, code=self.code)
 
     def stable_adamw(self) -> None:
@@ -134,12 +134,18 @@ class Model:
             params, grads = [self.params[i] for i in members], [self.grads[i] for i in members]
             steps = torch.full((len(members),), 10.0)
             numels = torch.tensor([p.numel() for p in params])
-            first = step_rules.debiased(step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01))
+            first = step_rules.debiased(_adamw_rows(steps))
             scales = None if absmax is None else absmax[1]
             ratios = gradient_ratios(grads, states[1], first, absmax=scales, block=BLOCK, code=self.code)
             rms = step_rules.rms_from_ratios(ratios, numels)
-            rows = step_rules.stable_adamw(steps, lr=1e-3, weight_decay=0.01, rms=rms)
+            rows = _adamw_rows(steps, 1e-3 / rms.clamp(min=1))
             fused_step("adamw", params, grads, states, rows, absmax=absmax, block=BLOCK, code=self.code)
+
+
+def _adamw_rows(steps: Tensor, lr: step_rules.Number = 1e-3) -> Tensor:
+    t = steps.double()
+    averages = step_rules.adam_averages((0.9, 0.999), t)
+    return step_rules.rows(steps, **averages, eps=1e-8, decay=1 - lr * 0.01, lr=lr / (1 - 0.9**t))
 
 
 def with_gradients(model: Model) -> list[torch.nn.Parameter]:

@@ -28,10 +28,9 @@ from trimtab.data import Prefetcher
 from trimtab.nn import GPT, GPTConfig
 from trimtab.recipes import gpt_small, gpt_tiny
 from trimtab.runs import RunLog
-from trimtab.schedule import SeqLenWarmup
 from trimtab.train.build import build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.config import GPTRun, OptimConfig, with_model
+from trimtab.train.config import GPTRun, OptimConfig, SeqLenConfig, with_model
 from trimtab.train.loop import _Run, train
 from trimtab.train.processes import Processes
 
@@ -75,7 +74,7 @@ def measure_loop(steps: int = 12, rounds: int = 5) -> list[Bar]:
 
         def looped() -> None:
             for _ in range(steps):
-                run.log.step(**run._step())
+                run.log.step(run._step())
 
         seconds: dict[str, list[float]] = {"bare": [], "loop": []}
         for _ in range(rounds + 1):
@@ -164,11 +163,11 @@ def copy_synced(source: Path, target: Path) -> None:
 def measure_compile(steps: int = 8) -> list[Bar]:
     """Sequence length warmup over a few lengths under torch.compile: at most one compilation each."""
     config = with_model(gpt_tiny(), depth=1, width=32, heads=2)
-    seqlen = SeqLenWarmup(start=32, end=128, steps=steps, multiple=32)
+    seqlen = SeqLenConfig(start=32, steps=steps, multiple=32)
     config = replace(
         config, schedule=replace(config.schedule, seqlen=seqlen), steps=steps, compile=True, eval_batches=1
     )
-    lengths = {seqlen.at(step) for step in range(1, steps + 1)}
+    lengths = {config.seqlen_warmup.at(step) for step in range(1, steps + 1)}
     with tempfile.TemporaryDirectory() as folder:
         result = train(config, Path(folder) / "run", console=QUIET)
     console.print(f"{len(lengths)} lengths, {result['compilations']} compilations\n", highlight=False)
@@ -177,9 +176,7 @@ def measure_compile(steps: int = 8) -> list[Bar]:
 
 def full_length(config: GPTRun) -> GPTRun:
     """Without warm-up of the length, so that every step costs the same."""
-    context = config.model.context
-    seqlen = SeqLenWarmup(start=context, end=context, steps=1, multiple=1)
-    return replace(config, schedule=replace(config.schedule, seqlen=seqlen))
+    return replace(config, schedule=replace(config.schedule, seqlen=SeqLenConfig()))
 
 
 def start(config: GPTRun, folder: Path) -> _Run:

@@ -1,10 +1,10 @@
 """Convert a Hugging Face model to SwitchBack and train it for some steps beside the float32 one.
 
     pip install 'trimtab[hf]'
-    python examples/convert_your_model.py            about a minute on two cores; nothing is downloaded
+    python examples/convert_your_model.py            about a minute on two cores; no download
 
-The text is Python's own standard library, byte by byte; the model is a small GPT-2 with fresh weights. With a model of
-your own the two lines that matter are `convert_linears` and, if you want 2 bytes of optimizer state, the optimizer.
+The text is the source code of Python's standard library, in bytes; the model is a small GPT-2 with random weights. For
+your own model, use the same two lines: `convert_linears`, and the optimizer if you want 2 bytes of state per parameter.
 """
 
 import copy
@@ -38,7 +38,7 @@ def main() -> None:
     )
     plain = GPT2LMHeadModel(config)
     converted = copy.deepcopy(plain)
-    print(tt.nn.convert_linears(converted, "switchback"))  # layers too small to gain stay in float, and it says so
+    print(tt.nn.convert_linears(converted, "switchback"))  # the report lists calls that stay in float
 
     models: dict[str, nn.Module] = {"float32": plain, "switchback": converted}
     optimizers = {
@@ -61,8 +61,8 @@ def main() -> None:
     tokens_seen = STEPS * BATCH * CONTEXT
     print("  ".join(f"{name} {tokens_seen / s:.0f} tokens/s" for name, s in seconds.items()))
 
-    tt.nn.revert_linears(converted)  # the same parameters in plain layers, for saving or for anybody else
-    print(f"converted back: {type(converted.transformer.h[0].mlp.c_fc).__name__}, nothing lost in the state dict")
+    tt.nn.revert_linears(converted)  # plain layers with the same parameters
+    print(f"converted back: {type(converted.transformer.h[0].mlp.c_fc).__name__}, with the same state dict")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python examples/eight_bits.py                  about two minutes on two cores; writes eight_bits.svg
 
-The text is Python's own standard library, so nothing is downloaded. Everything but `bits` is the same: the model, the
-seed, the batches.
+The text is the source code of Python's standard library: no download. Model, seed and batches are equal; only `bits`
+differs.
 """
 
 import sysconfig
@@ -61,7 +61,7 @@ def smooth(losses: list[float], window: int = 10) -> list[float]:
 
 
 def draw(curves: dict[str, list[float]], path: Path, width: int = 720, height: int = 400, skip: int = 15) -> None:
-    """A plain SVG: one line per run, a scale on the left. The first steps, far above the rest, are left out."""
+    """Write an SVG: one line per run, without the first `skip` steps, whose loss is far above the rest."""
     curves = {name: losses[skip:] for name, losses in curves.items()}
     low, high = min(map(min, curves.values())), max(map(max, curves.values()))
     x = lambda i, n: 50 + (width - 70) * i / (n - 1)  # noqa: E731

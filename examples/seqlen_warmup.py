@@ -1,10 +1,10 @@
 """Sequence length warmup in a plain PyTorch loop: the same tokens with it and without.
 
-    python examples/seqlen_warmup.py               under a minute on two cores; nothing is downloaded
+    python examples/seqlen_warmup.py               under a minute on two cores; no download
 
-Two lines are new: the one that makes `warmup` and the one that cuts the batch. With steps of different sizes the
-learning rate should fall by tokens and the run end by tokens; both runs here do.
-The text is Python's own standard library, byte by byte.
+Two lines are new: the one that creates `warmup` and the one that cuts the batch. If steps have different sizes, the
+learning rate should decay by tokens and the run should end by tokens, as in both runs here.
+The text is the source code of Python's standard library, in bytes.
 """
 
 import sysconfig
@@ -29,7 +29,7 @@ def read_corpus() -> Tensor:
 def draw_batch(corpus: Tensor, generator: torch.Generator, batch: int = BATCH) -> Batch:
     starts = torch.randint(0, len(corpus) - CONTEXT - 1, (batch,), generator=generator).tolist()
     text = torch.stack([corpus[i : i + CONTEXT + 1] for i in starts]).long()
-    return {"tokens": text[:, :-1], "targets": text[:, 1:]}  # shifted here, before any cut
+    return {"tokens": text[:, :-1], "targets": text[:, 1:]}  # shifted before the cut
 
 
 def train(corpus: Tensor, held_out: Batch, warmup: SeqLenWarmup) -> None:
@@ -57,13 +57,13 @@ def train(corpus: Tensor, held_out: Batch, warmup: SeqLenWarmup) -> None:
             seconds = time.perf_counter() - begun
             print(f"{step:6d}  {warmup.at(step):6d}  {tokens:8d}  {seconds:7.1f}  {loss.item():.3f}", flush=True)
     seconds = time.perf_counter() - begun
-    with torch.no_grad():  # at full length, always
+    with torch.no_grad():  # always at full length
         final = model.loss(**held_out).loss.item()
     print(f"  {step} steps, {tokens} tokens, {seconds:.1f} s; held-out loss at full length {final:.3f}\n")
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # enough for a model this small, and the seconds compare better
+    torch.set_num_threads(1)  # enough for a model this small, and times are more comparable
     corpus = read_corpus()
     split = len(corpus) * 9 // 10
     held_out = draw_batch(corpus[split:], torch.Generator().manual_seed(2), batch=64)

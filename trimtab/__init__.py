@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from trimtab.schedule import SeqLenWarmup
     from trimtab.watch import Watch
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = [
     "SeqLenWarmup",
     "Watch",
@@ -32,11 +33,23 @@ _OUT_OF_A_ROOM = {"SeqLenWarmup": "trimtab.schedule", "Watch": "trimtab.watch"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _read_version()
     if name in _OUT_OF_A_ROOM:
         return getattr(importlib.import_module(_OUT_OF_A_ROOM[name]), name)
     if name in __all__:
         return importlib.import_module(f"trimtab.{name}")
     raise AttributeError(f"trimtab has no {name!r}; it has {', '.join(__all__)}")
+
+
+def _read_version() -> str:
+    """The version that was installed. Read on request, because `importlib.metadata` takes 20 ms to import."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("trimtab")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"  # imported from a folder that was never installed
 
 
 def __dir__() -> list[str]:

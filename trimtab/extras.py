@@ -1,19 +1,15 @@
-"""Packages that only some corpora need, and what to say when one is not here."""
+"""Optional packages: import one, or raise an error with the pip command that installs it."""
 
 import importlib
 from typing import Any
 
 
 class MissingExtra(ImportError, ValueError):
-    """A package of an extra is missing. Also a ValueError: what was asked for cannot be had on this machine."""
+    """A package of an extra is not installed. Also a ValueError: the given argument needs that package."""
 
 
 def load_extra(package: str, *, extra: str, purpose: str) -> Any:
-    """Import a package of an extra, or say how to get it.
-
-    Imported by name because type stubs are not on every machine either, and because `import trimtab.data` must stay
-    quick for those who only read text.
-    """
+    """Import a package of an extra by name, when it is needed: `import trimtab` must stay fast."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,15 +1,25 @@
-"""Named runs: short functions that return a RunConfig. `trimtab recipes` lists them.
+"""Recipes: functions that return a RunConfig. `trimtab recipes` lists them.
 
-The tiny and small ones train on a laptop and download nothing. The big ones carry the papers' hyper-parameters and want
-GPUs, and data of their own: `--data.corpus`.
+The tiny and small ones train on a laptop and download nothing. The large ones have the hyper-parameters of the papers;
+they need GPUs and data of your own (`--data.corpus`).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 from trimtab.nn import CLIP_SIZES, GPTConfig
-from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
-from trimtab.train.config import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig, WatchConfig
+from trimtab.schedule import LearningRate
+from trimtab.train.config import (
+    CLIPRun,
+    DataConfig,
+    GPTRun,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    SeqLenConfig,
+    WatchConfig,
+    with_model,
+)
 
 
 def gpt_tiny() -> GPTRun:
@@ -17,11 +27,10 @@ def gpt_tiny() -> GPTRun:
     return _gpt(
         GPTConfig(depth=4, width=128, heads=8, vocab=257, context=128, qk_norm="shared", z_loss=1e-4),
         OptimConfig(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        steps=400,
-        batch=16,
         warmup=40,
         start=32,
-        eval_every=100,
+        steps=400,
+        batch=16,
         checkpoint_every=200,
     )
 
@@ -32,24 +41,19 @@ def gpt_small() -> GPTRun:
         depth=8, width=512, heads=8, vocab=257, context=256, qk_norm="shared", z_loss=1e-4, linear="switchback"
     )
     optim = OptimConfig(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    return _gpt(model, optim, steps=3000, batch=32, warmup=200, start=64)
+    return _gpt(model, optim, warmup=200, start=64, steps=3000, batch=32, eval_every=250)
 
 
 def gpt_lab() -> GPTRun:
-    """Three layers of 64 over bytes, with nothing to steady it: what `trimtab lab` trains at many sizes and rates."""
-    steps, batch, context = 400, 16, 64
-    schedule = ScheduleConfig(
-        lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5),
-        seqlen=SeqLenWarmup(start=context, end=context, steps=1, multiple=8),
-        batch=_constant(batch),
-    )
+    """Three layers of 64 over bytes, without interventions: the model of `trimtab lab`."""
+    steps = 400
     return GPTRun(
-        model=GPTConfig(depth=3, width=64, heads=4, vocab=257, context=context),
-        # Decay times steps is what it is in the paper, 1e-4 in 100 thousand steps.
+        model=GPTConfig(depth=3, width=64, heads=4, vocab=257, context=64),
+        # Decay times steps is as in the paper, 1e-4 in 100 thousand steps.
         optim=OptimConfig(name="adamw", lr=1e-2, bits=32, weight_decay=10 / steps, independent_decay=True),
-        schedule=schedule,
+        schedule=ScheduleConfig(lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5)),
         steps=steps,
-        batch=batch,
+        batch=16,
         eval_every=steps // 2,
         eval_batches=32,
         checkpoint_every=100,
@@ -71,31 +75,28 @@ def gpt2_1_5b() -> GPTRun:
 
 def gpt3_125m() -> GPTRun:
     """GPT-3 125M with 8x batch, sequence length warmup from 72, 300 billion tokens (Li et al. 2022)."""
-    model = _as_gpt2(depth=12, width=768, heads=12, context=2048)
     lr = LearningRate(
         kind="cosine", warmup=375_000_000, warmup_unit="tokens", decay=260_000_000_000, decay_unit="tokens", floor=6e-5
     )
-    run = _gpt(
-        model,
-        OptimConfig(name="adamw", lr=2.4e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    return GPTRun(
+        model=_gpt2_model(depth=12, width=768, heads=12, context=2048),
+        optim=OptimConfig(name="adamw", lr=2.4e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        schedule=ScheduleConfig(lr=lr, seqlen=SeqLenConfig(start=72, steps=27_638)),
         steps=300_000,
-        batch=2048,
-        warmup=0,
-        start=72,
-        warmup_steps=27_638,
         tokens=300_000_000_000,
+        batch=2048,
+        micro_batch=8,
+        eval_every=250,
+        data=DataConfig(tokenizer="bpe:50257"),
     )
-    return replace(run, schedule=replace(run.schedule, lr=lr), data=DataConfig(tokenizer="bpe:50257"), micro_batch=8)
 
 
 def clip_tiny() -> CLIPRun:
     """A CLIP of 32-pixel emoji and their names, in bytes; a minute and a half on two cores. Needs 'trimtab[clip]'."""
     optim = OptimConfig(lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2)
-    run = _clip("tiny", optim, steps=150, batch=128, warmup=50)
-    # 1,700 pairs are few: half of the patches, and no more steps than help to name what was not trained on.
-    model = replace(run.model, patch_dropout=0.5)
-    data = DataConfig(corpus="emoji")
-    return replace(run, model=model, data=data, eval_every=25, eval_batches=1, checkpoint_every=50)
+    # The 1,700 pairs are few: half of the patches are dropped, and more steps would overfit.
+    run = _clip("tiny", optim, warmup=50, steps=150, batch=128, eval_every=25, eval_batches=1, checkpoint_every=50)
+    return with_model(run, patch_dropout=0.5)
 
 
 def clip_vit_b32() -> CLIPRun:
@@ -127,78 +128,38 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 }
 
 
-def _gpt(
-    model: GPTConfig,
-    optim: OptimConfig,
-    *,
-    steps: int,
-    batch: int,
-    warmup: int,
-    start: int,
-    warmup_steps: int | None = None,
-    tokens: int | None = None,
-    eval_every: int = 250,
-    checkpoint_every: int = 500,
-) -> GPTRun:
-    """Cosine by tokens to a fifteenth of the peak, lengths from `start` over a third of the run."""
+def _gpt(model: GPTConfig, optim: OptimConfig, *, warmup: int, start: int, steps: int, **fields: Any) -> GPTRun:
+    """Cosine decay by tokens to 1/15 of the peak; lengths from `start` over a third of the run."""
     lr = LearningRate(kind="cosine", warmup=warmup, decay_unit="tokens", floor=optim.lr / 15)
-    seqlen = SeqLenWarmup(start=start, end=model.context, steps=warmup_steps or steps // 3, multiple=8)
-    schedule = ScheduleConfig(lr=lr, seqlen=seqlen, batch=_constant(batch))
-    return GPTRun(
-        model=model,
-        optim=optim,
-        schedule=schedule,
-        steps=steps,
-        tokens=tokens,
-        batch=batch,
-        eval_every=eval_every,
-        checkpoint_every=checkpoint_every,
-    )
+    schedule = ScheduleConfig(lr=lr, seqlen=SeqLenConfig(start=start, steps=steps // 3))
+    return GPTRun(model=model, optim=optim, schedule=schedule, steps=steps, **fields)
 
 
-def _as_gpt2(*, depth: int, width: int, heads: int, context: int) -> GPTConfig:
-    return GPTConfig(
-        depth=depth,
-        width=width,
-        heads=heads,
-        vocab=50_257,
-        context=context,
-        positions="learned",
-        tied=True,
-        bias=True,
-        norm_eps=1e-5,
-    )
+def _gpt2_model(**sizes: Any) -> GPTConfig:
+    return GPTConfig(**sizes, vocab=50_257, positions="learned", tied=True, bias=True, norm_eps=1e-5)
 
 
 def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) -> GPTRun:
-    model = _as_gpt2(depth=depth, width=width, heads=heads, context=1024)
-    run = _gpt(
-        model,
-        OptimConfig(name="adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.01),
+    lr = LearningRate(kind="cosine", warmup=3000, decay_unit="tokens", floor=1e-5)
+    return GPTRun(
+        model=_gpt2_model(depth=depth, width=width, heads=heads, context=1024),
+        optim=OptimConfig(name="adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.01),
+        schedule=ScheduleConfig(lr=lr, seqlen=SeqLenConfig(start=start, steps=warmup_steps)),
         steps=75_000,
-        batch=4096,
-        warmup=3000,
-        start=start,
-        warmup_steps=warmup_steps,
         tokens=157_286_400_000,
+        batch=4096,
+        micro_batch=8,
+        eval_every=250,
+        data=DataConfig(tokenizer="bpe:50257"),
     )
-    lr = replace(run.schedule.lr, floor=1e-5)
-    return replace(run, schedule=replace(run.schedule, lr=lr), data=DataConfig(tokenizer="bpe:50257"), micro_batch=8)
 
 
-def _clip(size: str, optim: OptimConfig, *, steps: int, batch: int, warmup: int) -> CLIPRun:
-    model = CLIP_SIZES[size]
-    seqlen = SeqLenWarmup(start=model.context, end=model.context, steps=1, multiple=1)
-    schedule = ScheduleConfig(lr=LearningRate(kind="cosine", warmup=warmup), seqlen=seqlen, batch=_constant(batch))
-    return CLIPRun(model=model, optim=optim, schedule=schedule, steps=steps, batch=batch)
+def _clip(size: str, optim: OptimConfig, *, warmup: int, **fields: Any) -> CLIPRun:
+    schedule = ScheduleConfig(lr=LearningRate(kind="cosine", warmup=warmup))
+    return CLIPRun(model=CLIP_SIZES[size], optim=optim, schedule=schedule, data=DataConfig(corpus="emoji"), **fields)
 
 
 def _paper_clip(size: str) -> CLIPRun:
     optim = OptimConfig(lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, clip_norm=None)
-    run = _clip(size, optim, steps=20_000, batch=16_384, warmup=5000)
-    model = replace(run.model, patch_dropout=0.5, linear="switchback", checkpointing=True)
-    return replace(run, model=model, data=DataConfig(corpus="emoji"), autocast="bfloat16", micro_batch=None)
-
-
-def _constant(batch: int) -> BatchWarmup:
-    return BatchWarmup(start=batch, increment=1, samples=1, end=batch)
+    run = _clip(size, optim, warmup=5000, steps=20_000, batch=16_384, autocast="bfloat16")
+    return with_model(run, patch_dropout=0.5, linear="switchback", checkpointing=True)

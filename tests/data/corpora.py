@@ -10,7 +10,7 @@ from trimtab.data.tokenizers import Ids
 
 
 def counting(tokens: int, *, name: str = "counting") -> Corpus:
-    """Token i is i, so a window tells where it comes from."""
+    """Token i is i, so a window shows its position."""
     digest = hashlib.sha256(f"{name}{tokens}".encode()).hexdigest()
     values = np.arange(tokens, dtype=np.uint32)
     return Corpus(name, digest, Ids(max(tokens, 1)), {"train": values, "validation": values[: tokens // 2]}, {})

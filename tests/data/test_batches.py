@@ -1,4 +1,4 @@
-"""Batches of text: every window once, parts that make the whole, and a position that is all there is to save."""
+"""Batches of text: every window once per epoch, parts of processes add up, the position is the only state."""
 
 import json
 

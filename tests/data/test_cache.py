@@ -1,4 +1,4 @@
-"""The cache holds whole folders only, whoever is killed, whoever comes second, whatever the disk does."""
+"""The cache holds complete folders only, after kills, with concurrent processes, and with a full disk."""
 
 import errno
 import multiprocessing
@@ -65,7 +65,11 @@ def _open_and_report(text: Path, cache: Path, barrier: Any, queue: Any) -> None:
 @pytest.mark.parametrize("locks", [True, False])
 def test_processes_that_start_at_once_share_one_folder(locks, text, tmp_path, monkeypatch):
     if not locks:
-        monkeypatch.setattr(cache_module, "fcntl", None)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise NotImplementedError("no locks here")
+
+        monkeypatch.setattr(cache_module.FileLock, "acquire", refuse)
     context = multiprocessing.get_context("fork")
     barrier, queue, cache = context.Barrier(4), context.Queue(), tmp_path / "cache"
     processes = [start(_open_and_report, text, cache, barrier, queue) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Opening text: nothing lost, split by hash, known by its sha256, refused in one line."""
+"""Corpora: lossless, split by hash, identified by sha256, refused with one line."""
 
 import hashlib
 import subprocess
@@ -208,7 +208,7 @@ def test_an_unknown_name_is_refused(tmp_path, cache):
 
 def test_a_python_without_sources_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(sources_module.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(ValueError, match=r"this Python keeps no sources .* give a file"):
+    with pytest.raises(ValueError, match=r"this Python has no sources .* give a file"):
         open_corpus()
 
 

@@ -1,11 +1,11 @@
-"""The permutation of an epoch: each place once, another one per epoch and seed, the same for ever."""
+"""The permutation of an epoch: each place once, different per epoch and seed, the same on every machine."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data.order import check_share, permute, read_position
+from trimtab.data.order import Ordered, permute
 
 SEEDS = st.integers(-(2**70), 2**70)
 
@@ -55,21 +55,24 @@ def test_neighbours_do_not_stay_neighbours():
 
 
 def test_a_batch_that_does_not_split_is_refused():
-    assert check_share(12, 3) == 4
+    assert Ordered(0, 0, 3, {}).share(12) == 4
     with pytest.raises(ValueError, match=r"batch=10 does not split over world=4 processes; try batch=8"):
-        check_share(10, 4)
+        Ordered(0, 0, 4, {}).share(10)
     with pytest.raises(ValueError, match=r"positive integer, got 0"):
-        check_share(0, 1)
+        Ordered(0, 0, 1, {}).share(0)
     with pytest.raises(ValueError, match=r"positive integer, got 4\.0"):
-        check_share(4.0, 1)  # type: ignore[arg-type]
+        Ordered(0, 0, 1, {}).share(4.0)  # type: ignore[arg-type]
 
 
 def test_a_position_of_other_batches_is_refused():
-    assert read_position({"seed": 1, "position": 7}, {"seed": 1}) == 7
+    batches = Ordered(1, 0, 1, {})
+    batches.load({"seed": 1, "position": 7})
+    assert batches.position == 7
     with pytest.raises(ValueError, match="the saved position is of seed=2, these batches have seed=1"):
-        read_position({"seed": 2, "position": 7}, {"seed": 1})
+        batches.load({"seed": 2, "position": 7})
     with pytest.raises(ValueError, match="'seed' is missing"):
-        read_position({"position": 7}, {"seed": 1})
+        batches.load({"position": 7})
     for position in (-1, 1.5, None, "3"):
         with pytest.raises(ValueError, match="count of rows"):
-            read_position({"seed": 1, "position": position}, {"seed": 1})
+            batches.load({"seed": 1, "position": position})
+    assert batches.position == 7

@@ -1,4 +1,4 @@
-"""Pairs of pictures and captions: no copies, no concept on both sides, and batches like those of text."""
+"""Image-caption pairs: no duplicates, no concept in both splits, resumable batches."""
 
 import json
 import sys
@@ -96,7 +96,7 @@ def test_shapes_look_like_themselves(shapes):
         assert abs(shapes.pixels[i][darkest].astype(int) - COLOURS[colour]).max() < 90
 
 
-def test_the_same_concept_whoever_does_it():
+def test_the_concept_ignores_the_kind_of_person():
     assert find_concept("woman cook") == find_concept("man cook") == find_concept("cook") == "cook"
     assert find_concept("family man woman girl boy") == find_concept("family")
     assert find_concept("person walking facing right") == find_concept("man walking") == "walking"

@@ -1,4 +1,4 @@
-"""The prefetcher changes when batches are made, never which: same order, same positions, same errors."""
+"""The prefetcher gives the batches, positions and errors of its source, in the same order."""
 
 import threading
 import time
@@ -141,7 +141,7 @@ def test_closing_ends_the_thread_and_gives_the_source_back():
     source = Slow()
     ahead = Prefetcher(source, depth=3, batch=1)
     assert ahead.next(1)["number"] == 1
-    thread = next(thread for thread in threading.enumerate() if thread.name == "trimtab-prefetch")
+    thread = next(thread for thread in threading.enumerate() if thread.name.startswith("trimtab-prefetch"))
     ahead.close()
     ahead.close()
     assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""Tar shards: what is written is read, others' are understood, and broken ones are refused."""
+"""Tar shards: reading returns what was written; broken shards are refused."""
 
 import io
 import json
@@ -148,7 +148,7 @@ def test_copies_in_shards_are_dropped(tmp_path):
     write_shards(pack_pairs([*pairs, *pairs], picture="npy"), tmp_path / "shards")
     assert len(open_pairs(tmp_path / "shards", size=8, cache=tmp_path / "cache").texts) == 4
     write_shards(pack_pairs(pairs[:1] * 3, picture="npy"), tmp_path / "one")
-    with pytest.raises(ValueError, match="has 1 different pairs; two are the least"):
+    with pytest.raises(ValueError, match="has 1 different pairs; a contrastive loss needs at least two"):
         open_pairs(tmp_path / "one", size=8, cache=tmp_path / "cache")
 
 

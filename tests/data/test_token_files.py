@@ -1,4 +1,4 @@
-"""nanoGPT's token files open as they are, in both directions."""
+"""nanoGPT's token files can be read, and nanoGPT can read ours."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def test_a_single_file_gives_its_last_tenth(tmp_path):
     assert (corpus.vocab, corpus.end) == (95, None)
 
 
-def test_what_a_reading_of_everything_told_is_remembered(nano, tmp_path, monkeypatch):
+def test_the_results_of_a_full_read_are_cached(nano, tmp_path, monkeypatch):
     first = open_corpus(nano, cache=tmp_path / "cache")
     with monkeypatch.context() as patch:
         patch.setattr(token_files_module, "hash_file", None)  # calling it would fail
@@ -114,7 +114,7 @@ def test_tokens_that_do_not_fit_are_refused(nano, tmp_path):
 def test_broken_files_are_refused(tmp_path):
     write_files(tmp_path, {"odd.bin": b"abc", "empty.bin": b"", "alone/train.bin": b"ab"})
     for name, message in {
-        "odd.bin": "has 3 bytes, not a whole number of uint16 tokens",
+        "odd.bin": r"has 3 bytes, not a multiple of 2 \(uint16\)",
         "empty.bin": "is empty; a token file is raw uint16",
         "alone": r"has train\.bin but no val\.bin",
     }.items():

@@ -1,4 +1,4 @@
-"""Tokenizers give every text back, know their end, and say what is missing."""
+"""Tokenizers are lossless, have an end token, and refuse wrong input."""
 
 import json
 import sys
@@ -139,7 +139,7 @@ def test_a_large_vocabulary_is_kept_in_wide_tokens(tmp_path, monkeypatch):
         ("bpe", "unknown tokenizer 'bpe'"),
         ("bpe:4k", "unknown tokenizer 'bpe:4k'"),
         ("file:", "unknown tokenizer 'file:'"),
-        ("bpe:256", "too small for 256 bytes and an end; try 'bpe:257'"),
+        ("bpe:256", "has no room for 256 bytes and an end token; try 'bpe:257'"),
     ],
 )
 def test_a_bad_spec_is_refused_before_anything_is_read(spec, message, tmp_path):
@@ -171,7 +171,7 @@ def test_foreign_ids_and_files_are_refused(bpe, tmp_path):
         load_tokenizer(tmp_path / "none.json")
     write_files(tmp_path, {"a.json": "[1]", "b.json": '{"kind": "words"}', "c.json": '{"model": {"type": "?"}}'})
     for name in ("a.json", "b.json"):
-        with pytest.raises(ValueError, match="is no tokenizer"):
+        with pytest.raises(ValueError, match="is not a tokenizer"):
             load_tokenizer(tmp_path / name)
     with pytest.raises(ValueError, match=r"not a tokenizer\.json of the package tokenizers"):
         load_tokenizer(tmp_path / "c.json")

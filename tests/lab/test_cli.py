@@ -53,7 +53,7 @@ def test_questions_switches_and_subjects_are_listed(capsys):
     [
         (("--quick", "--study", "kappa"), "--quick and --study are different studies"),
         (("--study", "kapa"), "Did you mean 'kappa'?"),
-        (("gpt-tiny", "--study", "kappa"), "a study of its own has its own subject"),
+        (("gpt-tiny", "--study", "kappa"), "--study and --config have their own subject"),
         (("gpt-tinny",), "Did you mean 'gpt-tiny'?"),
         (("--config", "nowhere.toml"), "nowhere.toml"),
         (("--arms", "qk-nrom"), "Did you mean 'qk-norm'?"),
@@ -65,7 +65,7 @@ def test_questions_switches_and_subjects_are_listed(capsys):
         (("--workers", "0"), "--workers 0 is too few"),
         (("--executor", "slurm"), "slurm"),
         (("nobody:nothing",), "nobody"),
-        (("--lr", "0.1"), "Did you mean --lrs?"),
+        (("--lr", "0.1"), "Did you mean '--lrs'?"),
     ],
 )
 def test_an_impossible_study_costs_nothing_and_is_refused_in_one_line(words, complaint, tmp_path, capsys, monkeypatch):

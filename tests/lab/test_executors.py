@@ -115,7 +115,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
 
 
 def test_an_executor_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="executor 'slurm' is not known; try one of local, ray"):
+    with pytest.raises(ValueError, match="unknown executor 'slurm'; try one of local, ray"):
         make_executor("slurm")
     with pytest.raises(ValueError, match="slots=0 is too small"):
         make_executor("local", 0)
@@ -183,7 +183,7 @@ def test_a_worker_does_not_import_the_script_that_started_it(folder, monkeypatch
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     executor, before = LocalExecutor(1), sys.modules["__main__"]
     executor.submit(make_job(folder, "scripted", steps=1))
-    assert wait_long(executor) == Outcome("scripted", "done")
+    assert wait_long(executor) == Outcome("scripted", "complete")
     assert sys.modules["__main__"] is before
 
 
@@ -194,7 +194,7 @@ def test_a_complete_cell_is_not_run_again(folder, reference):
     [cell] = small_study(folder, sizes=SIZES[:1], lrs=(0.1,)).cells()
     run = reference / cell.folder
     before = (run / "log.jsonl").stat().st_mtime_ns
-    assert work(Job(name="again", config=to_json(cell.config), folder=str(run))) == Outcome("again", "done")
+    assert work(Job(name="again", config=to_json(cell.config), folder=str(run))) == Outcome("again", "complete")
     assert (run / "log.jsonl").stat().st_mtime_ns == before
 
 

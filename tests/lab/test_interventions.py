@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from trimtab.lab.interventions import SWITCHES, apply, list_switches, steadied
-from trimtab.lab.subjects import open_subject, with_steps, with_values
+from trimtab.lab.subjects import open_subject, with_steps
 from trimtab.nn import GPT, ConfigError
 from trimtab.recipes import RECIPES
 from trimtab.train.build import build_optimizer
-from trimtab.train.config import differences
+from trimtab.train.config import differences, with_values
 from trimtab.train.module import module_run
-from trimtab.train.plan import foretell
+from trimtab.train.plan import simulate
 
 LAB = with_steps(open_subject("gpt-lab"), 500)
 OWN = module_run("tests.lab.own_model:build")
@@ -75,14 +75,14 @@ def test_sequence_length_warmup_sees_as_many_tokens():
     assert (after.schedule.seqlen.start, after.schedule.seqlen.steps) == (8, 150)
     assert after.schedule.lr.decay_unit == "tokens"
     assert after.steps > before.steps
-    assert 0 <= foretell(after).tokens - foretell(before).tokens <= before.batch * before.model.context
+    assert 0 <= simulate(after).tokens - simulate(before).tokens <= before.batch * before.model.context
 
 
 def test_batch_warmup_sees_as_many_samples():
     before, after = LAB, apply(LAB, "batch-warmup=0.3")
-    assert (after.schedule.batch.start, after.schedule.batch.end) == (2, 16)
+    assert (after.batch_warmup.start, after.batch_warmup.end) == (2, 16)
     assert after.steps > before.steps
-    assert 0 <= foretell(after).tokens - foretell(before).tokens <= before.batch * before.model.context
+    assert 0 <= simulate(after).tokens - simulate(before).tokens <= before.batch * before.model.context
 
 
 def test_a_larger_batch_sees_the_same_data():
@@ -115,7 +115,7 @@ def test_codebook_and_block_reach_the_optimizer():
         ("qknorm", "Did you mean 'qk-norm'"),
         ("", "there is no switch"),
         ("qk-norm=both", "try one of shared"),
-        ("qk-norm=", "ends after the equals sign"),
+        ("qk-norm=", "no value after the equals sign"),
         ("z-loss=-1", "not a number above 0"),
         ("z-loss=much", "not a number"),
         ("z-loss=nan", "not a number"),
@@ -130,7 +130,7 @@ def test_codebook_and_block_reach_the_optimizer():
         ("8-bit=dynamic:0", "not a whole number"),
         ("switchback=yes", "takes no value"),
         ("linear=int4", "try one of float"),
-        ("mup", "needs the width"),
+        ("mup", "needs a base width"),
         ("mup=most", "simple, intermediate or full"),
         ("mup=full:no", "'no' is not a width"),
         ("steps=0", "not a whole number from 1"),
@@ -161,11 +161,11 @@ def test_schedules_that_do_not_fit_are_refused():
         apply(OWN, "seqlen-warmup")
     with pytest.raises(ConfigError, match="as large as it makes them"):
         apply(OWN, "batch-warmup")
-    with pytest.raises(ConfigError, match="has none"):
+    with pytest.raises(ConfigError, match="does not allow"):
         apply(with_values(LAB, {"batch": 12}), "batch-warmup")
     with pytest.raises(ConfigError, match="both warm up"):
         apply(apply(LAB, "seqlen-warmup"), "batch-warmup")
-    with pytest.raises(ConfigError, match="captions"):
+    with pytest.raises(ConfigError, match="a caption cannot be cut"):
         apply(RECIPES["clip-tiny"](), "seqlen-warmup")
 
 
@@ -173,7 +173,7 @@ def test_torch_adamw_has_no_8_bit_state():
     plain = with_values(LAB, {"optim.name": "torch-adamw", "optim.independent_decay": False})
     with pytest.raises(ConfigError, match="32-bit state"):
         apply(plain, "8-bit")
-    with pytest.raises(ConfigError, match="does not have"):
+    with pytest.raises(ConfigError, match="has no 8-bit state"):
         with_values(plain, {"optim.block": 64})
 
 

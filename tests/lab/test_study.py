@@ -115,13 +115,13 @@ def test_mup_starts_from_the_smallest_width_of_the_study():
         ({"lrs": (float("nan"),)}, "not a learning rate"),
         ({"lrs": (float("inf"),)}, "not a learning rate"),
         ({"lrs": ("fast",)}, "not a learning rate"),
-        ({"lrs": (1e-3, 0.001)}, "there twice"),
-        ({"seeds": (0, 0)}, "there twice"),
+        ({"lrs": (1e-3, 0.001)}, "given twice"),
+        ({"seeds": (0, 0)}, "given twice"),
         ({"seeds": (-1,)}, "not a seed"),
         ({"seeds": (True,)}, "not a seed"),
-        ({"arms": (Arm("a"), Arm("a", ("qk-norm",)))}, "'a' is there twice"),
+        ({"arms": (Arm("a"), Arm("a", ("qk-norm",)))}, "'a' is given twice"),
         ({"arms": (Arm(" "),)}, "not a name"),
-        ({"sizes": (parse_size("2x16"), Size("2x16", 3, 16, 1))}, "there twice"),
+        ({"sizes": (parse_size("2x16"), Size("2x16", 3, 16, 1))}, "given twice"),
     ],
 )
 def test_an_impossible_grid_is_refused(changes, words):
@@ -211,7 +211,7 @@ def test_a_study_goes_to_json_and_comes_back(name, sizes, lrs, arms, seeds):
 
 @pytest.mark.parametrize("data", [{}, {"name": "x"}, {**small().to_json(), "sizes": [{"nome": 1}]}])
 def test_what_is_no_study_is_refused(data):
-    with pytest.raises(ConfigError, match="no study of ours"):
+    with pytest.raises(ConfigError, match="not a saved study"):
         Study.from_json(data)
 
 
@@ -245,7 +245,7 @@ def test_a_study_is_read_from_a_file(tmp_path):
     assert (study.lrs, study.seeds) == ((1e-3, 1), (0, 1, 2))
     assert [arm.switches for arm in study.arms] == [(), ("qk-norm", "z-loss=1e-3"), ("clip=0.5",)]
     config = study.cells()[0].config
-    assert (config.steps, config.batch, config.schedule.batch.end) == (100, 8, 8)
+    assert (config.steps, config.batch, config.batch_warmup.end) == (100, 8, 8)
     assert (config.optim.betas, config.optim.eps) == ((0.9, 0.999), 1e-6)
 
 
@@ -268,26 +268,32 @@ def test_a_file_may_study_a_model_of_ones_own():
     ("text", "words"),
     [
         ("lr = [1e-3]", "'lr' is not a key of a study. Did you mean 'lrs'"),
-        ("lrs = 1e-3", "lrs=0.001 is not a list"),
+        ("lrs = 1e-3", r"lrs=0.001: expected `list`, got `float`; try lrs = \[0.001, 0.01\]"),
         ("lrs = []", "no lrs"),
         ("sizes = 'tall'", "neither depth x width nor a ladder"),
-        ("sizes = [3]", "3 is not a size"),
+        ("sizes = [3]", r"expected `str . table`, got `int` - at `sizes\[0\]`; try sizes = "),
         ("sizes = [{name = 'a'}]", "has no options"),
         ("sizes = [{hidden = 3}]", "only module:function"),
-        ("seeds = 0", "neither a count nor a list"),
-        ("seeds = 'two'", "neither a count nor a list"),
-        ("steps = 'many'", "not a whole number"),
+        ("seeds = 0", r"seeds=0 is too small or empty; try seeds = 2, or seeds = \[0, 1\]"),
+        ("seeds = -1", "no seeds"),
+        ("seeds = 'two'", "expected `int . list`, got `str`; try seeds = 2"),
+        ("seeds = true", "expected `int . list`, got `bool`"),
+        ("steps = 'many'", "steps='many': expected `int`, got `str`; try steps = 500"),
         ("steps = 0", "too small"),
         ("subject = 'gpt-lba'", "Did you mean 'gpt-lab'"),
-        ("subject = 3", "not text"),
-        ("arms = 3", "not a table"),
+        ("subject = 3", 'expected `str`, got `int`; try subject = "gpt-lab"'),
+        ("name = ' '", 'empty; try name = "wide"'),
+        ("arms = 3", r"expected `table`, got `int`; try \[arms\]"),
         ("[arms]", "no arms"),
-        ("[arms]\na = 3", "not a list of switches"),
+        (
+            "[arms]\na = 3",
+            r"expected `str . list`, got `int` - at `arms\[...\]`; try \[arms\] and below it: steadied = ",
+        ),
         ("[arms]\na = ['zloss']", "Did you mean 'z-loss'"),
-        ("[set]\noptim.lr = 1", "say it with 'lrs'"),
-        ("[set]\n'model.width' = 1", "say it with 'sizes'"),
-        ("[set]\n'optim.learning_rate' = 1", "has no 'learning_rate'"),
-        ("set = 1", "not a table"),
+        ("[set]\noptim.lr = 1", "use 'lrs' instead"),
+        ("[set]\n'model.width' = 1", "use 'sizes' instead"),
+        ("[set]\n'optim.learning_rate' = 1", "Did you mean 'optim.lr'"),
+        ("set = 1", r"expected `table`, got `int`; try \[set\]"),
         ("name = ", "is not TOML"),
     ],
 )

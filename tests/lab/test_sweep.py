@@ -18,7 +18,7 @@ from trimtab.lab.executors import Job, Outcome
 from trimtab.lab.executors.local import LocalExecutor
 from trimtab.lab.study import Study
 from trimtab.lab.sweep import LOSSES, cost, sweep
-from trimtab.train import RunError, read_lines
+from trimtab.runs import End, RunError, read_lines
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ class Scripted:
         run.mkdir(parents=True, exist_ok=True)
         if act == "done":
             (run / "result.json").write_text('{"why": "done"}')
-            return Outcome(job.name, "done")
+            return Outcome(job.name, "complete")
         if act.startswith("lost at "):
             (run / "log.jsonl").write_text(json.dumps({"step": int(act.split()[-1]), "loss": 1.0}) + "\n")
         return Outcome(job.name, "raised" if act == "raised" else "lost", f"it was {act}")
@@ -122,9 +122,9 @@ def test_sigterm_stops_with_checkpoints_and_says_how_to_go_on(folder, undisturbe
     thread.start()
     summary = sweep(study, out, executor=LocalExecutor(2), console=console)
     thread.join()
-    assert (summary.done, summary.left, summary.stopped) == (0, 4, "terminated")
+    assert (summary.done, summary.left, summary.stopped) == (0, 4, End.TERMINATED)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"0 cells are complete, 4 are left; the same command goes on in {out}" in said
+    assert f"0 cells are complete, 4 are left; the same command continues in {out}" in said
     begun = [cell for cell in study.cells() if count_steps(out / cell.folder)]
     assert len(begun) == 2
     for cell in begun:
@@ -238,7 +238,7 @@ def test_another_study_in_the_same_folder_is_refused(tmp_path):
     run_quietly(small_study(tmp_path), tmp_path / "out", Scripted(tmp_path, {}))
     with pytest.raises(RunError, match=r"holds another study: lrs is \[0.01, 0.1\] there and \[0.01, 0.3\] here"):
         run_quietly(small_study(tmp_path, lrs=(0.01, 0.3)), tmp_path / "out", Scripted(tmp_path, {}))
-    with pytest.raises(RunError, match=r"base.steps is 40 there and 41 here; take another folder"):
+    with pytest.raises(RunError, match=r"base.steps is 40 there and 41 here; use another folder"):
         run_quietly(small_study(tmp_path, steps=41), tmp_path / "out", Scripted(tmp_path, {}))
 
 
@@ -259,7 +259,6 @@ def test_two_sweeps_in_one_folder_are_refused_and_a_dead_one_is_not_in_the_way(t
             super().submit(job)
 
     assert run_quietly(study, out, Second(out, {})).done == 4
-    assert (out / ".lock").exists()  # left behind, and nobody's
     assert run_quietly(study, out, Scripted(out, {})).reused == 4
 
 
@@ -299,6 +298,6 @@ def test_ctrl_c_in_the_sweep_closes_the_executor_and_reports_what_is_left(tmp_pa
 
     executor, console, before = Interrupted(tmp_path, {}), Console(file=quiet().file, width=40), signal.getsignal(2)
     summary = sweep(small_study(tmp_path), tmp_path / "out", executor=executor, console=console)
-    assert (summary.done, summary.left, summary.stopped) == (1, 3, "interrupted")
+    assert (summary.done, summary.left, summary.stopped) == (1, 3, End.INTERRUPTED)
     assert executor.closed
     assert signal.getsignal(signal.SIGINT) is before

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from tests.lab.sweeps import small_study
 from trimtab.lab.study import Size, Study
-from trimtab.lab.table import Picture, State, describe, draw, guess_left, open_view, read_end, read_last, say_seconds
+from trimtab.lab.table import State, TableView, describe, draw, estimate_left, open_view, read_end
+from trimtab.runs import RunFolder
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def states_of(study: Study) -> dict[str, State]:
     """Two complete, one of them early; one runs, one failed, the rest waits."""
     states = {cell.name: State(cell) for cell in study.cells()}
     done, early, running, failed = list(states.values())[:4]
-    done.status, done.loss, done.seconds = "done", 2.194, 20.0
+    done.status, done.loss, done.seconds = "complete", 2.194, 20.0
     early.status, early.loss, early.early = "reused", 11.5, True
     running.status, running.loss, running.step, running.begun = "running", 3.05, 20, time.monotonic() - 10
     failed.status = "failed"
@@ -53,17 +54,8 @@ def test_no_line_is_wider_than_the_screen(study, width):
 def test_a_terminal_gets_a_picture_and_a_file_gets_lines(study):
     console = Console(force_terminal=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file, open_view(study, console) as view:
-        assert isinstance(view, Picture)
+        assert isinstance(view, TableView)
         view.show(states_of(study), 2)
-
-
-def test_the_last_line_is_read_from_the_end_and_only_if_it_is_complete(tmp_path):
-    log = tmp_path / "log.jsonl"
-    assert read_last(log) is None
-    log.write_text("")
-    assert read_last(log) is None
-    log.write_text("".join(json.dumps({"step": i, "loss": 0.5}) + "\n" for i in range(5000)) + '{"step": 99')
-    assert read_last(log) == {"step": 4999, "loss": 0.5}
 
 
 def test_the_loss_of_a_complete_run_is_its_last_evaluation(tmp_path):
@@ -81,15 +73,14 @@ def test_the_loss_of_a_complete_run_is_its_last_evaluation(tmp_path):
 def test_the_time_left_follows_from_cells_of_the_same_size(tmp_path):
     study = small_study(tmp_path, sizes=(Size("a", 1, 16, 1), Size("b", 2, 16, 1)))
     states = {cell.name: State(cell) for cell in study.cells()}
-    assert guess_left(states, 2) is None
+    assert estimate_left(states, 2) is None
     small, large = (next(s for s in states.values() if s.cell.size == size) for size in ("a", "b"))
-    large.status, large.seconds = "done", 30.0
+    large.status, large.seconds = "complete", 30.0
     # Two small ones and a large one, on one core: nothing is known of the small ones but that they are not larger.
-    assert guess_left(states, 1) == pytest.approx(90)
-    small.status, small.seconds = "done", 10.0
-    assert guess_left(states, 1) == pytest.approx(40)
-    assert guess_left(states, 2) == pytest.approx(30)  # the large one alone takes that long
-    assert [say_seconds(x) for x in (21.4, 240, 7200)] == ["21 s", "4 min", "2.0 h"]
+    assert estimate_left(states, 1) == pytest.approx(90)
+    small.status, small.seconds = "complete", 10.0
+    assert estimate_left(states, 1) == pytest.approx(40)
+    assert estimate_left(states, 2) == pytest.approx(30)  # the large one alone takes that long
 
 
 def test_a_line_says_which_cell_with_which_loss(study):
@@ -97,3 +88,12 @@ def test_a_line_says_which_cell_with_which_loss(study):
     assert describe(done) == "1x16 plain lr 0.0003 seed 0: loss 2.19 in 20 s"
     assert describe(early) == "1x16 plain lr 0.001 seed 0: loss 11.50, stopped early"
     assert describe(failed).endswith("failed")
+
+
+def test_the_last_step_is_read_from_the_end_of_the_log_and_only_if_it_is_complete(tmp_path):
+    run = RunFolder(tmp_path)
+    assert run.read_last_step() is None
+    run.log.write_text("")
+    assert run.read_last_step() is None
+    run.log.write_text("".join(json.dumps({"step": i, "loss": 0.5}) + "\n" for i in range(5000)) + '{"step": 99')
+    assert run.read_last_step() == {"step": 4999, "loss": 0.5}

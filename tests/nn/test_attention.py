@@ -1,4 +1,4 @@
-"""Attention: bounded where it is normalised, blind to the future, the same through the fused kernel and by hand."""
+"""Attention: bounded logits with qk-norm, causal, and equal to the fused kernel."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ def inputs(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=seed(1))
 
 
-def heard(module: torch.nn.Module, *args: Any) -> dict[str, Tensor]:
+def tapped(module: torch.nn.Module, *args: Any) -> dict[str, Tensor]:
     values: dict[str, Tensor] = {}
     with listen(module, lambda name, x: values.update({name: x.clone()})):
         module(*args)
@@ -37,7 +37,7 @@ def heard(module: torch.nn.Module, *args: Any) -> dict[str, Tensor]:
 
 def by_hand(module: Attention, x: Tensor, rotation: Any) -> Tensor:
     """Softmax of the logits that listeners get: what the fused kernel must compute."""
-    z = heard(module, x, rotation)["logits"]
+    z = tapped(module, x, rotation)["logits"]
     v = module.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (module.heads, -1)).transpose(1, 2)
     return module.out((z.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
 
@@ -66,10 +66,10 @@ def test_listening_changes_no_bit_of_output_or_gradient():
 def test_qk_norm_bounds_logits_by_the_root_of_the_head_width_however_large_the_input(width):
     x = 1e3 * inputs(4, 16, width)
     bound = math.sqrt(width // 3)
-    normed = heard(attention(width=width, qk_norm="shared", causal=False), x)["logits"]
+    normed = tapped(attention(width=width, qk_norm="shared", causal=False), x)["logits"]
     assert normed.abs().max() <= bound * (1 + 1e-6)
     assert normed.abs().max() > bound / 3  # and the bound is near
-    assert heard(attention(width=width, causal=False), x)["logits"].abs().max() > 1e3 * bound
+    assert tapped(attention(width=width, causal=False), x)["logits"].abs().max() > 1e3 * bound
 
 
 def test_qk_norms_have_the_gains_their_names_say():
@@ -87,9 +87,9 @@ def test_qk_norms_have_the_gains_their_names_say():
 def test_each_qk_norm_normalises_over_what_its_name_says():
     x = inputs(2, 5, 24) * torch.linspace(0.1, 9, 24)
     for kind in ("shared", "per-head"):
-        q = heard(attention(qk_norm=kind), x)["q"]
+        q = tapped(attention(qk_norm=kind), x)["q"]
         torch.testing.assert_close(q.square().mean(-1), torch.ones(2, 3, 5), rtol=1e-3, atol=0)  # eps
-    q = heard(attention(qk_norm="whole"), x)["q"]
+    q = tapped(attention(qk_norm="whole"), x)["q"]
     torch.testing.assert_close(q.square().mean((1, 3)), torch.ones(2, 5), rtol=1e-3, atol=0)
     assert (q.square().mean(-1) - 1).abs().max() > 0.05  # one head may be larger than another
 
@@ -98,17 +98,17 @@ def test_shared_gains_act_on_every_head_and_per_head_gains_on_their_own():
     x = inputs(2, 5, 24)
     for kind, changed in (("shared", [True, True, True]), ("per-head", [True, False, False])):
         module = attention(qk_norm=kind)
-        before = heard(module, x)["k"]
+        before = tapped(module, x)["k"]
         with torch.no_grad():
             module.k_norm.weight[0] = 2.0
-        after = heard(module, x)["k"]
+        after = tapped(module, x)["k"]
         assert [not torch.equal(a, b) for a, b in zip(before.unbind(1), after.unbind(1), strict=True)] == changed
 
 
 def test_kappa_gives_queries_and_keys_their_size():
     # golden value
     torch.testing.assert_close(Kappa(100.0)(torch.tensor([3.0, 4.0])), torch.tensor([8.485281, 11.313709]))
-    values = heard(attention(kappa=50.0), inputs(2, 6, 24), rotation_for(torch.arange(6), 8))
+    values = tapped(attention(kappa=50.0), inputs(2, 6, 24), rotation_for(torch.arange(6), 8))
     for name in ("q", "k"):
         torch.testing.assert_close(values[name].square().mean(-1), torch.full((2, 3, 6), 50.0))
     diagonal = values["logits"].masked_fill(values["logits"].isinf(), 0)
@@ -117,14 +117,14 @@ def test_kappa_gives_queries_and_keys_their_size():
 
 def test_the_scale_is_one_over_the_head_width_or_over_its_root():
     x = inputs(1, 6, 24)
-    root, linear = (heard(attention(attention_scale=s, causal=False), x)["logits"] for s in ("sqrt", "linear"))
+    root, linear = (tapped(attention(attention_scale=s, causal=False), x)["logits"] for s in ("sqrt", "linear"))
     torch.testing.assert_close(root, linear * math.sqrt(8))
 
 
 def test_zero_queries_start_with_uniform_attention_and_other_weights_as_without():
     zero, plain = attention(zero_queries=True, causal=False), attention(causal=False)
-    assert (heard(zero, inputs(1, 6, 24))["logits"] == 0).all()
-    assert (heard(plain, inputs(1, 6, 24))["logits"] != 0).all()
+    assert (tapped(zero, inputs(1, 6, 24))["logits"] == 0).all()
+    assert (tapped(plain, inputs(1, 6, 24))["logits"] != 0).all()
     assert torch.equal(zero.qkv.weight[24:], plain.qkv.weight[24:])
     assert torch.equal(zero.out.weight, plain.out.weight)
 
@@ -132,7 +132,7 @@ def test_zero_queries_start_with_uniform_attention_and_other_weights_as_without(
 @pytest.mark.parametrize("causal", [True, False])
 def test_squared_relu_attention_is_its_equation(causal):
     module, x = attention(attention="squared-relu", causal=causal).double(), inputs(1, 5, 24).double()
-    z = heard(module, x)["logits"][0]
+    z = tapped(module, x)["logits"][0]
     v = module.qkv(x)[0, :, 48:].unflatten(-1, (3, 8))
     y = torch.zeros(5, 3, 8, dtype=torch.float64)
     for head in range(3):
@@ -155,7 +155,7 @@ def test_gradients_reach_exactly_the_tokens_that_are_seen(kind, causal):
 
 
 def test_masked_logits_are_minus_infinity_and_no_others():
-    z = heard(attention(), inputs(1, 4, 24))["logits"]
+    z = tapped(attention(), inputs(1, 4, 24))["logits"]
     future = torch.ones(4, 4, dtype=torch.bool).triu(1)
     assert (z[..., future] == -torch.inf).all()
     assert z[..., ~future].isfinite().all()
@@ -192,7 +192,7 @@ def test_without_rotation_attention_that_sees_everything_does_not_know_the_order
 def test_autocast_keeps_logits_in_float32(kind):
     module, x = attention(attention=kind, qk_norm="shared"), inputs(2, 6, 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        values = heard(module, x, rotation_for(torch.arange(6), 8))
+        values = tapped(module, x, rotation_for(torch.arange(6), 8))
         y = module(x, rotation_for(torch.arange(6), 8))
     assert values["logits"].dtype == torch.float32
     assert y.dtype == torch.bfloat16

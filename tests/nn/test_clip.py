@@ -1,4 +1,4 @@
-"""CLIP: what the towers read, what they refuse, and that a tiny one learns."""
+"""CLIP: inputs, refusals, and a tiny model that learns."""
 
 import copy
 import math
@@ -55,7 +55,7 @@ def watch_output(module: nn.Module) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second thread, and lose much if another program wants the core."""
+    """Matrices this small gain nothing from a second thread, and are much slower if another program uses the core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -221,17 +221,17 @@ def test_layer_scale_from_zero_starts_with_blocks_that_do_nothing():
 
 
 def test_qk_norm_bounds_the_attention_logits_of_both_towers():
-    heard: dict[str, float] = {}
+    seen: dict[str, float] = {}
     model, (images, tokens) = build(qk_norm="whole"), batch()
     with torch.no_grad():
         for tower in (model.visual, model.text):
             for block in tower.transformer.blocks:
                 block.attention.qkv.weight.mul_(1000)
-    with listen(model, lambda name, x: heard.update({name: x.max().item()}), patterns="*attention.logits"):
+    with listen(model, lambda name, x: seen.update({name: x.max().item()}), patterns="*attention.logits"):
         model(images, tokens)
-    assert sorted(name.split(".")[0] for name in heard) == ["text", "visual", "visual"]
+    assert sorted(name.split(".")[0] for name in seen) == ["text", "visual", "visual"]
     # Over the whole width 32 the norm is sqrt(32), and one head may hold all of it: 32 / sqrt(16).
-    assert all(logit <= 8.01 for logit in heard.values())
+    assert all(logit <= 8.01 for logit in seen.values())
 
 
 def test_only_the_linears_of_the_blocks_follow_the_switch():

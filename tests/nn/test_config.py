@@ -1,4 +1,4 @@
-"""A config either builds a model that runs, or is refused with its field, its value and a value that would work."""
+"""A config builds a model that runs, or is refused with its field, its value and a value that would work."""
 
 import math
 import re
@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {"depth": 1, "width": 12, "heads": 3, "vocab": 7, "contex
 REFUSED = [
     ({"width": 13}, "width=13 does not split into heads=3; try width=12"),
     ({"width": 1, "heads": 3}, "width=1 does not split into heads=3; try width=3"),
-    ({"width": 9}, "width=9 with heads=3 gives heads of 3, and rotary positions turn pairs; try width=12"),
+    ({"width": 9}, "width=9 with heads=3 gives heads of 3, and rotary positions need an even head width; try width=12"),
     ({"width": 0}, "width=0 is too small; try width=1"),
     ({"heads": 0}, "heads=0 is too small; try heads=1"),
     ({"depth": -1}, "depth=-1 is too small; try depth=0"),
@@ -70,7 +70,7 @@ def test_the_value_that_is_offered_works(wrong):
 def test_an_odd_head_width_is_fine_without_rotation():
     assert GPTConfig(**{**GOOD, "width": 9, "positions": "learned"}).head_width == 3
     TransformerConfig(depth=1, width=9, heads=3, rope=False)
-    with pytest.raises(ConfigError, match=r"rotary positions turn pairs; try width=12"):
+    with pytest.raises(ConfigError, match=r"rotary positions need an even head width; try width=12"):
         TransformerConfig(depth=1, width=9, heads=3, rope=True)
 
 

@@ -1,4 +1,4 @@
-"""The contrastive loss is InfoNCE both ways, and over several processes it is that of one with the whole batch."""
+"""The contrastive loss is InfoNCE in both directions; several processes equal one with the whole batch."""
 
 import math
 
@@ -110,7 +110,7 @@ def test_what_are_no_pairs_is_refused():
         contrastive_loss(image[0], text[0], 1.0)
     with pytest.raises(ValueError, match="the batch is empty"):
         contrastive_loss(image[:0], text[:0], 1.0)
-    with pytest.raises(ValueError, match=r"gather='all' is none of 'off', 'local', 'full'"):
+    with pytest.raises(ValueError, match=r"gather='all' is not known; try 'off' or 'local' or 'full'"):
         contrastive_loss(image, text, 1.0, gather="all")
 
 

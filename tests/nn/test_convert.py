@@ -92,14 +92,14 @@ def test_the_report_says_what_was_done_and_why_not():
         "layers.1": "skipped",
         "head": "an output head (name matches 'head'); name it in `only` to convert it",
         "lm_head": "an output head (name matches '*lm_head'); name it in `only` to convert it",
-        "extra.out_proj": "a NonDynamicallyQuantizableLinear, whose forward is its own",
+        "extra.out_proj": "a NonDynamicallyQuantizableLinear, which has its own forward",
         "hooked": "it has hooks or parametrizations, which a new layer would lose; convert before adding them",
-        "normed": "a ParametrizedLinear, whose forward is its own",
+        "normed": "a ParametrizedLinear, which has its own forward",
         "double": "its weight is torch.float64",
-        "tied": "its weight is an embedding's",
+        "tied": "its weight is shared with an embedding",
     }
     assert "3 linear layers converted to switchback-m, 10 kept" in str(report)
-    assert "too small to gain" in report.converted["up"] or "in float below" in report.converted["up"]
+    assert "too small for int8 to be faster" in report.converted["up"] or "in float below" in report.converted["up"]
     again = convert_linears(model, "switchback", only=lambda name, module: name in ("up", "head"))
     assert again.converted.keys() == {"head"}
     assert again.kept["up"] == "already switchback-m; revert_linears(model) first"
@@ -135,7 +135,7 @@ def test_frozen_models_evaluate_the_same():
     ("options", "message"),
     [
         ({"kind": "int4"}, "unknown kind 'int4'"),
-        ({"skip": "nothing.*"}, r"names 'nothing\.\*', which is no linear layer of this model; it has up, down"),
+        ({"skip": "nothing.*"}, r"names 'nothing\.\*', which matches no linear layer of this model; it has up, down"),
         ({"only": ["up", "missing"]}, "names 'missing'"),
         ({"only": nn.Linear}, "name patterns, modules or functions"),
         ({"skip": 3}, "got int"),
@@ -196,7 +196,7 @@ def test_what_rounds_to_zero_is_counted():
     with measure_rounding(nn.Sequential(layer)) as seen:
         layer(x)
     assert seen["0"].flushed("input") == pytest.approx(63 / 64)
-    with pytest.raises(ValueError, match="no grad was seen, only input, weight"):
+    with pytest.raises(ValueError, match="no grad was measured, only input, weight"):
         seen["0"].error("grad")
     with pytest.raises(ValueError, match="no quantized layer"), measure_rounding(nn.Linear(2, 2)):
         pass

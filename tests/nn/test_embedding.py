@@ -1,4 +1,4 @@
-"""The stable embedding: three parts, each with a switch that does something."""
+"""The stable embedding: each of its three options has an effect."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_the_padding_row_starts_at_zero_and_stays_there(xavier):
 
 
 def state_bits(embedding: nn.Module, by: str) -> int:
-    model = nn.Sequential(embedding)  # its name says nothing
+    model = nn.Sequential(embedding)  # its name does not identify it
     params = optim.groups(model, lr=1e-3) if by == "groups" else list(model.named_parameters())
     optimizer = optim.AdamW(params, lr=1e-3, bits=8)
     model(torch.arange(300)).square().sum().backward()

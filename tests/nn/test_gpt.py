@@ -1,4 +1,4 @@
-"""GPT: it starts as the paper says, every switch does something, and muParam keeps its promise."""
+"""GPT: initialisation as in the paper, every option has an effect, muParam transfers learning rates."""
 
 import math
 from collections.abc import Iterator
@@ -251,9 +251,9 @@ def test_a_head_of_another_kind_is_used_as_it_is():
 
 def test_taps_have_the_whole_path_and_hearing_them_changes_nothing():
     model, (tokens, targets) = build(), batch()
-    heard: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
     quiet = gradients(model)
-    with listen(model, lambda name, x: heard.update({name: x.clone()})):
+    with listen(model, lambda name, x: seen.update({name: x.clone()})):
         listened = gradients(model)
     assert quiet.keys() == listened.keys()
     assert all(torch.equal(quiet[name], listened[name]) for name in quiet)
@@ -262,10 +262,10 @@ def test_taps_have_the_whole_path_and_hearing_them_changes_nothing():
         for i in range(2)
         for name in ("attention.q", "attention.k", "attention.logits", "out")
     ]
-    assert list(heard) == [*blocks, "logits", "logz"]
-    torch.testing.assert_close(heard["logits"], model(tokens).detach())
-    torch.testing.assert_close(heard["logz"], heard["logits"].logsumexp(-1).flatten())
-    assert targets.numel() == heard["logz"].numel()
+    assert list(seen) == [*blocks, "logits", "logz"]
+    torch.testing.assert_close(seen["logits"], model(tokens).detach())
+    torch.testing.assert_close(seen["logz"], seen["logits"].logsumexp(-1).flatten())
+    assert targets.numel() == seen["logz"].numel()
 
 
 # --- Conditions of training

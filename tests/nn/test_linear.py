@@ -413,7 +413,7 @@ def test_codes_never_go_stale(write, frozen):
     module(x).square().sum().backward()
     if frozen:
         if write == "one value through .data":
-            pytest.skip("the one write that a frozen layer may miss, as its docstring says")
+            pytest.skip("the one write that a frozen layer may miss, as documented in its docstring")
         module.eval().freeze()
         module.weight.requires_grad_(False)
     before = module(x)
@@ -574,7 +574,7 @@ def test_small_calls_stay_in_float_where_that_is_faster_and_the_layer_says_so():
     exact = plain(module)
     assert torch.equal(module(x[1:]), exact(x[1:]))
     assert not torch.equal(module(x), exact(x))
-    assert "too small to gain" in repr(SwitchBackLinear(64, 64, when="faster"))
+    assert "too small for int8 to be faster" in repr(SwitchBackLinear(64, 64, when="faster"))
     assert int8.gains_from(64, 64) == int8.NEVER
     assert int8.gains_from(4096, 4096) < int8.gains_from(1024, 1024) < int8.gains_from(768, 768)
 

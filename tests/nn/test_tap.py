@@ -1,4 +1,4 @@
-"""Taps: heard with their whole path by whoever listens, free and invisible when nobody does."""
+"""Taps: listeners get values with their full path; without listeners a tap has no effect and almost no cost."""
 
 import gc
 import pickle
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn import tap as module
-from trimtab.nn.tap import listen, tap, wanted
+from trimtab.nn.tap import has_listener, listen, tap
 
 
 class Leaf(nn.Module):
@@ -25,7 +25,7 @@ class Leaf(nn.Module):
         x = tap(x * 2, "double")
         if self.fails:
             raise RuntimeError("leaf fell")
-        self.asked.append(wanted("rare"))
+        self.asked.append(has_listener("rare"))
         return x
 
 
@@ -42,7 +42,7 @@ class Tree(nn.Module):
         return tap(x, "out")
 
 
-def hear(tree: nn.Module, x: Tensor, **options: object) -> list[str]:
+def record(tree: nn.Module, x: Tensor, **options: object) -> list[str]:
     names: list[str] = []
     with listen(tree, lambda name, _: names.append(name), **options):
         tree(x)
@@ -51,17 +51,17 @@ def hear(tree: nn.Module, x: Tensor, **options: object) -> list[str]:
 
 def test_a_listener_hears_whole_paths_in_the_order_of_the_run():
     paths = ["in", "left.double", "branch.0.double", "branch.1.double", "out"]
-    assert hear(Tree(), torch.ones(1)) == paths
-    assert hear(nn.Sequential(Tree()), torch.ones(1)) == [f"0.{path}" for path in paths]
+    assert record(Tree(), torch.ones(1)) == paths
+    assert record(nn.Sequential(Tree()), torch.ones(1)) == [f"0.{path}" for path in paths]
 
 
 def test_patterns_choose_what_is_heard():
-    assert hear(Tree(), torch.ones(1), patterns="branch.*") == ["branch.0.double", "branch.1.double"]
-    assert hear(Tree(), torch.ones(1), patterns=("in", "*.0.*")) == ["in", "branch.0.double"]
-    assert hear(Tree(), torch.ones(1), patterns=()) == []
+    assert record(Tree(), torch.ones(1), patterns="branch.*") == ["branch.0.double", "branch.1.double"]
+    assert record(Tree(), torch.ones(1), patterns=("in", "*.0.*")) == ["in", "branch.0.double"]
+    assert record(Tree(), torch.ones(1), patterns=()) == []
 
 
-def test_wanted_is_true_for_the_names_that_match_and_only_while_somebody_listens():
+def test_has_listener_is_true_for_matching_names_while_a_listener_is_registered():
     tree = Tree()
     tree(torch.ones(1))
     with listen(tree, lambda *_: None, patterns="branch.0.rare"):
@@ -112,13 +112,13 @@ def test_nothing_is_left_behind():
 
 def test_a_silent_model_does_no_more_than_one_test(monkeypatch):
     def forbidden(*_: object) -> None:
-        raise AssertionError("somebody looked further")
+        raise AssertionError("more than one test")
 
-    monkeypatch.setattr(module, "_tell", forbidden)
-    monkeypatch.setattr(module, "_somebody_wants", forbidden)
+    monkeypatch.setattr(module, "_call_handlers", forbidden)
+    monkeypatch.setattr(module, "_any_listener", forbidden)
     x = torch.ones(3)
     assert tap(x, "x") is x
-    assert wanted("x") is False
+    assert has_listener("x") is False
     Tree()(x)
 
 
@@ -194,22 +194,22 @@ def test_threads_do_not_see_each_others_paths():
     assert sorted(names) == [("branch.0.double", 0.0), ("branch.1.double", 2.0)]
 
 
-def test_a_compiled_model_is_one_graph_while_nobody_listens_and_is_heard_when_somebody_does():
+def test_a_compiled_model_is_one_graph_without_listeners_and_calls_them_if_there_are_any():
     torch._dynamo.reset()
     tree, x = Tree(), torch.ones(1)
     whole = torch.compile(tree, fullgraph=True, backend="eager")
     torch.testing.assert_close(whole(x), 8 * x)
     free = torch.compile(tree, backend="eager")
-    assert hear(free, x) == ["in", "left.double", "branch.0.double", "branch.1.double", "out"]
+    assert record(free, x) == ["in", "left.double", "branch.0.double", "branch.1.double", "out"]
     torch.testing.assert_close(whole(x), 8 * x)
     torch._dynamo.reset()
 
 
-def test_a_model_can_be_copied_while_somebody_listens():
-    tree, heard = Tree(), []
-    with listen(tree, lambda name, _: heard.append(name)):
+def test_a_model_can_be_copied_while_a_listener_is_registered():
+    tree, names = Tree(), []
+    with listen(tree, lambda name, _: names.append(name)):
         copy = pickle.loads(pickle.dumps(deepcopy(tree)))
         copy(torch.ones(1))
-        assert heard == []
+        assert names == []
         tree(torch.ones(1))
-        assert len(heard) == 5
+        assert len(names) == 5

@@ -1,4 +1,4 @@
-"""Captions become rows of ids with a start and an end, and come back."""
+"""Captions are encoded to rows with start and end token, and decoded again."""
 
 import json
 import re

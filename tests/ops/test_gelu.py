@@ -193,7 +193,7 @@ def test_a_gradient_of_any_layout_will_do():
 
 
 def test_whole_numbers_are_refused():
-    with pytest.raises(ValueError, match=r"floating-point values, got torch.int64; x.float\(\)"):
+    with pytest.raises(ValueError, match=r"floating-point values, got torch.int64; use x.float\(\)"):
         gelu(torch.arange(3))
 
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.conftest import assert_same, seed, spread
-from trimtab.ops import fused_step, step_rules
-from trimtab.ops.quadratic import (
+from tests.ops.rows import row
+from trimtab.ops import fused_step
+from trimtab.ops.step.quadratic import (
     LEVELS,
     SMALLEST,
     TOP,
@@ -183,15 +184,14 @@ def test_an_element_without_gradient_decays_as_its_block_does_not():
 def test_the_first_step_equals_32_bits_exactly(rule):
     # The parameter moves by the fresh moments, so storing them in 8 bits cannot matter yet.
     g, p = spread(1000, seed(1)), torch.randn(1000, generator=seed(2))
-    row = {"adamw": step_rules.adamw, "momentum": step_rules.sgd, "rms": step_rules.rmsprop}[rule](
-        torch.ones(1), lr=0.1
-    )
+    kind = {"adamw": "AdamW", "momentum": "SGD", "rms": "RMSprop"}[rule]
+    scalars = row(kind, torch.ones(1), lr=0.1)
     mine, plain = p.clone(), p.clone()
     count = 2 if rule == "adamw" else 1
     codes = [[torch.zeros(1000, dtype=torch.uint8)] for _ in range(count)]
     absmax = [[torch.zeros(4)] for _ in range(count)]
-    fused_step(rule, [mine], [g], codes, row, absmax=absmax, code="quadratic")
-    fused_step(rule, [plain], [g], [[torch.zeros(1000)] for _ in range(count)], row)
+    fused_step(rule, [mine], [g], codes, scalars, absmax=absmax, code="quadratic")
+    fused_step(rule, [plain], [g], [[torch.zeros(1000)] for _ in range(count)], scalars)
     assert_same(mine, plain)
 
 
@@ -202,7 +202,7 @@ def test_a_codebook_beside_the_quadratic_code_is_refused():
         [p],
         [p.clone()],
         [[torch.zeros(4, dtype=torch.uint8)]],
-        step_rules.sgd(torch.ones(1), lr=1.0),
+        row("SGD", torch.ones(1), momentum=0.9, lr=1.0),
     )
     with pytest.raises(ValueError, match="uses no codebook"):
         fused_step(*arguments, absmax=[[torch.zeros(1)]], code="quadratic", signed=torch.linspace(-1, 1, 256))

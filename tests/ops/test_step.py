@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.conftest import assert_same, seed, spread
+from tests.ops.rows import row
 from trimtab.ops import fused_step, gradient_norms, gradient_ratios, load_codebook, step_norms, step_rules
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.codebook import dynamic
-from trimtab.ops.step import (
-    EPS,
-    GRAD_SCALE,
-    RULES,
-    SCALARS,
+from trimtab.ops.step.fused import (
     gradient_norms_native,
     gradient_norms_reference,
     norms_native,
@@ -25,6 +22,7 @@ from trimtab.ops.step import (
     step_native,
     step_reference,
 )
+from trimtab.ops.step.rules import EPS, GRAD_SCALE, RULES, SCALARS
 
 SIGNED, UNSIGNED = load_codebook(), load_codebook(signed=False)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,14 +30,14 @@ SIZES = [1, 7, 255, 256, 1000, 3001, 0]
 
 # One optimizer per rule, with everything it can do switched on.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "adamw": lambda t: step_rules.adamw(t, lr=1e-2, weight_decay=0.1, grad_scale=0.5),
-    "momentum": lambda t: step_rules.sgd(t, lr=1e-2, weight_decay=0.1, nesterov=True, dampening=0.0),
-    "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
-    "rms": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01),
-    "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
-    "rms_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01, momentum=0.9),
-    "rms_centered": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01, alpha=0.9),
-    "rms_centered_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.01, alpha=0.9, momentum=0.9),
+    "adamw": lambda t: row("AdamW", t, lr=1e-2, weight_decay=0.1, grad_scale=0.5),
+    "momentum": lambda t: row("SGD", t, momentum=0.9, lr=1e-2, weight_decay=0.1, nesterov=True, dampening=0.0),
+    "lion": lambda t: row("Lion", t, lr=1e-2, weight_decay=0.1),
+    "rms": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.01),
+    "ademamix": lambda t: row("AdEMAMix", t, lr=1e-2, weight_decay=0.1),
+    "rms_momentum": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.01, momentum=0.9),
+    "rms_centered": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.01, alpha=0.9),
+    "rms_centered_momentum": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.01, alpha=0.9, momentum=0.9),
 }
 
 
@@ -187,37 +185,37 @@ def test_gradient_norms_match_the_reference(level):
 def _torch_twin(rule: str) -> tuple[Callable[[Tensor], Tensor], Callable[[list[Tensor]], torch.optim.Optimizer]]:
     return {
         "adamw": (
-            lambda t: step_rules.adamw(t, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+            lambda t: row("AdamW", t, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
             lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
         ),
         "momentum": (
-            lambda t: step_rules.sgd(t, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+            lambda t: row("SGD", t, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
             lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
         ),
         "nesterov": (
-            lambda t: step_rules.sgd(t, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True),
+            lambda t: row("SGD", t, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True),
             lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True),
         ),
         "rms": (
-            lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
+            lambda t: row("RMSprop", t, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
             lambda p: torch.optim.RMSprop(p, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
         ),
         "rms_momentum": (
-            lambda t: step_rules.rmsprop(t, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
+            lambda t: row("RMSprop", t, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
             lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
         ),
         "rms_centered": (
-            lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
+            lambda t: row("RMSprop", t, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1),
             lambda p: torch.optim.RMSprop(p, lr=1e-2, alpha=0.9, eps=1e-6, weight_decay=0.1, centered=True),
         ),
         "rms_centered_momentum": (
-            lambda t: step_rules.rmsprop(t, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
+            lambda t: row("RMSprop", t, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8),
             lambda p: torch.optim.RMSprop(
                 p, lr=1e-3, alpha=0.9, eps=1e-6, weight_decay=0.1, momentum=0.8, centered=True
             ),
         ),
         "adagrad": (
-            lambda t: step_rules.adagrad(t, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
+            lambda t: row("Adagrad", t, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
             lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.1),
         ),
     }[rule]
@@ -260,7 +258,7 @@ def test_lion_follows_its_equations():
     p, m = x.params[0].double(), torch.zeros(1000, dtype=torch.float64)
     for number in range(1, 6):
         grad = spread(1000, seed(number), decades=2)
-        x.step([grad], step_rules.lion(steps(number), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1))
+        x.step([grad], row("Lion", steps(number), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1))
         g = grad.double()
         p = p * (1 - 1e-2 * 0.1) - 1e-2 * (0.9 * m + 0.1 * g).sign()
         m = 0.99 * m + 0.01 * g
@@ -273,7 +271,7 @@ def test_ademamix_follows_its_equations():
     m, slow, v = (torch.zeros(1000, dtype=torch.float64) for _ in range(3))
     for t in range(1, 6):
         grad = spread(1000, seed(t), decades=2)
-        x.step([grad], step_rules.ademamix(steps(t), lr=1e-2, betas=(0.9, 0.99, 0.999), alpha=3.0, weight_decay=0.1))
+        x.step([grad], row("AdEMAMix", steps(t), lr=1e-2, betas=(0.9, 0.99, 0.999), alpha=3.0, weight_decay=0.1))
         g = grad.double()
         m, slow, v = 0.9 * m + 0.1 * g, 0.999 * slow + 0.001 * g, 0.99 * v + 0.01 * g * g
         update = (m / (1 - 0.9**t) + 3 * slow) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
@@ -288,9 +286,9 @@ def test_stable_adamw_gives_the_worked_example(clipped, expected):
     rms = torch.zeros(1)
     for number, grad in ((1, [1.0, -2.0]), (2, [10.0, 20.0])):
         g, t = torch.tensor(grad), steps(number)
-        ratios = gradient_ratios([g], [v], step_rules.debiased(step_rules.stable_adamw(t, **options)))
+        ratios = gradient_ratios([g], [v], step_rules.debiased(row("StableAdamW", t, **options)))
         rms = step_rules.rms_from_ratios(ratios, torch.tensor([2]))
-        fused_step("adamw", [p], [g], [[m], [v]], step_rules.stable_adamw(t, rms=rms, **options))
+        fused_step("adamw", [p], [g], [[m], [v]], row("StableAdamW", t, sums=ratios[:, None], numel=2, **options))
         if number == 1:
             assert rms.item() == pytest.approx(1.0, abs=1e-6)
             assert p.tolist() == pytest.approx([0.8800001, 1.0799999], abs=1e-6)
@@ -306,23 +304,23 @@ def test_the_rms_stays_below_its_bound(beta2):
     for number in range(1, 30):
         grad = spread(512, seed(number), decades=1) * (1000.0 if number == 20 else 1.0)
         t, options = steps(number), {"lr": 0.0, "betas": (0.9, beta2)}
-        ratios = x.ratios([grad], step_rules.debiased(step_rules.stable_adamw(t, **options)))
+        ratios = x.ratios([grad], step_rules.debiased(row("StableAdamW", t, **options)))
         rms = step_rules.rms_from_ratios(ratios, torch.tensor([512]))
         assert rms.item() <= (1 - beta2) ** -0.5 * 1.0001
         if number == 20:
             assert rms.item() > 0.95 * min((1 - beta2) ** -0.5, (1 - beta2**20) ** 0.5 / (1 - beta2) ** 0.5)
-        x.step([grad], step_rules.stable_adamw(t, **options))
+        x.step([grad], row("StableAdamW", t, **options))
 
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_lamb_and_lars_really_apply_their_norms(quantized):
     grad = spread(5000, seed(3), decades=1)
-    for rule, rows in (("adamw", step_rules.lamb), ("momentum", step_rules.lars)):
+    for rule, kind in (("adamw", "LAMB"), ("momentum", "LARS")):
         x = Tensors(rule, [5000], quantized=quantized)
         before = x.params[0].clone()
-        sums = x.norms([grad], rows(steps(1), lr=1.0, weight_decay=0.01))
-        trust = step_rules.trust_from_norms(sums)
-        x.step([grad], rows(steps(1), lr=0.1, weight_decay=0.01, trust=trust))
+        options = {"lr": 0.1, "weight_decay": 0.01, "max_unorm": None}
+        sums = x.norms([grad], row(kind, steps(1), **options))
+        x.step([grad], row(kind, steps(1), sums=sums, **options))
         # The trust ratio makes the step as long as lr times the weights, whatever the gradient's size.
         moved = (x.params[0] - before).norm() / before.norm()
         assert moved.item() == pytest.approx(0.1, rel=1e-4)
@@ -354,7 +352,7 @@ def _run_adam(quantized: bool, block: int = 256) -> Tensor:
     for number in range(1, 201):
         before = x.params[0].clone()
         grad = torch.randn(count, generator=generator) * scale
-        x.step([grad], step_rules.adamw(steps(number), lr=1.0, betas=(0.9, 0.995)))
+        x.step([grad], row("AdamW", steps(number), lr=1.0, betas=(0.9, 0.995)))
     return before - x.params[0]
 
 
@@ -384,7 +382,7 @@ def test_wide_blocks_do_not_blow_up():
     scale = 10 ** (-6 * torch.rand(4096, generator=generator))
     for number in range(1, 31):
         grad = torch.randn(4096, generator=generator) * scale
-        x.step([grad], step_rules.adamw(steps(number), lr=1e-4))
+        x.step([grad], row("AdamW", steps(number), lr=1e-4))
     assert (x.params[0] - before).abs().max() < 0.01
 
 
@@ -425,13 +423,13 @@ def test_a_block_longer_than_every_tensor_is_one_block(block):
 
 
 def test_rules_are_worked_out_in_float64_whatever_they_are_given():
-    expected = step_rules.adamw(steps(2), lr=2.0**-10, weight_decay=0.1)
-    assert_same(step_rules.adamw(steps(2), lr=torch.tensor(2.0**-10, dtype=torch.bfloat16), weight_decay=0.1), expected)
-    expected, old = step_rules.sgd(steps(2), lr=0.1, momentum=0.9, dampening=0.1), torch.get_default_dtype()
+    expected = row("AdamW", steps(2), lr=2.0**-10, weight_decay=0.1)
+    assert_same(row("AdamW", steps(2), lr=torch.tensor(2.0**-10, dtype=torch.bfloat16), weight_decay=0.1), expected)
+    expected, old = row("SGD", steps(2), lr=0.1, momentum=0.9, dampening=0.1), torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
         number = torch.full((1,), 2.0, dtype=torch.float32)
-        assert_same(step_rules.sgd(number, lr=0.1, momentum=0.9, dampening=0.1), expected)
+        assert_same(row("SGD", number, lr=0.1, momentum=0.9, dampening=0.1), expected)
     finally:
         torch.set_default_dtype(old)
 
@@ -442,7 +440,7 @@ def test_rules_are_worked_out_in_float64_whatever_they_are_given():
 )
 def test_impossible_steps_are_refused(number, message):
     with pytest.raises(ValueError, match=message):
-        step_rules.adamw(number, lr=0.1)
+        row("AdamW", number, lr=0.1)
 
 
 def test_compiled_code_steps_without_a_graph_break():
@@ -503,7 +501,7 @@ def test_the_gradient_norm_finds_the_tensor_to_skip():
     grads[0][5] = math.nan
     skip = torch.where(gradient_norms(grads).isfinite(), 1.0, math.nan)
     before = x.params[0].clone()
-    x.step(grads, step_rules.adamw(steps(1, 2), lr=0.1, grad_scale=skip))
+    x.step(grads, row("AdamW", steps(1, 2), lr=0.1, grad_scale=skip))
     assert_same(x.params[0], before)
     assert x.params[1].isfinite().all()
 

@@ -29,25 +29,25 @@ from trimtab.ops import (
     gelu_triton,
     int8,
     int8_triton,
-    step,
-    step_rules,
-    step_triton,
 )
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.codebook import dynamic, linear, load_codebook, midpoints
-from trimtab.ops.quadratic import encode_moments
+from trimtab.ops.step import fused as step
+from trimtab.ops.step import fused_triton
+from trimtab.ops.step.quadratic import encode_moments
+from trimtab.ops.step.rules import MIX_G
 
 SIGNED, UNSIGNED = load_codebook(), load_codebook(signed=False)
 SIZES = [1, 63, 256, 257, 1031]  # below, at and above a block; a prime
 RULES = {
-    "adamw": lambda t: step_rules.adamw(t, lr=1e-2, weight_decay=0.1),
-    "momentum": lambda t: step_rules.sgd(t, lr=1e-2, weight_decay=0.1, nesterov=True),
-    "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
-    "rms": lambda t: step_rules.rmsprop(t, lr=1e-2),
-    "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
-    "rms_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, momentum=0.9),
-    "rms_centered": lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9),
-    "rms_centered_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, alpha=0.9, momentum=0.9),
+    "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
+    "momentum": ("SGD", {"momentum": 0.9, "lr": 1e-2, "weight_decay": 0.1, "nesterov": True}),
+    "lion": ("Lion", {"lr": 1e-2, "weight_decay": 0.1}),
+    "rms": ("RMSprop", {"lr": 1e-2}),
+    "ademamix": ("AdEMAMix", {"lr": 1e-2, "weight_decay": 0.1}),
+    "rms_momentum": ("RMSprop", {"lr": 1e-2, "momentum": 0.9}),
+    "rms_centered": ("RMSprop", {"lr": 1e-2, "alpha": 0.9}),
+    "rms_centered_momentum": ("RMSprop", {"lr": 1e-2, "alpha": 0.9, "momentum": 0.9}),
 }
 
 
@@ -169,7 +169,11 @@ def arguments(
             stored.append([(m,) for m in moments])
     states = [tensor[k][0] for k in range(len(signed)) for tensor in stored]
     absmax = [tensor[k][1] for k in range(len(signed)) for tensor in stored if bits == 8]
-    return p, g, states, absmax, RULES[rule](torch.arange(len(sizes)) + 1), SIGNED, UNSIGNED, rule, code, block
+    from tests.ops.rows import row  # not at the top: this file is also a script
+
+    kind, options = RULES[rule]
+    scalars = row(kind, torch.arange(len(sizes)) + 1, **options)
+    return p, g, states, absmax, scalars, SIGNED, UNSIGNED, rule, code, block
 
 
 def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -187,21 +191,21 @@ def stepped(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_on_many_tensors_matches_the_reference_exactly(rule: str, bits: int, code: str) -> None:
     args = arguments(rule, bits=bits, code=code, sizes=[1, 63, 0, 256, 257, 1031])
-    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+    assert_identical(stepped(fused_triton.step, args), stepped(step.step_reference, args))
 
 
 @pytest.mark.parametrize(("rule", "block"), [*((rule, 300) for rule in RULES), ("adamw", 2048)])
 @pytest.mark.parametrize("code", ["codebook", "quadratic"])
 def test_a_block_may_be_longer_than_a_tile(rule: str, block: int, code: str, small_tile: int) -> None:
     args = arguments(rule, bits=8, block=block, code=code, sizes=[257, 700])
-    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+    assert_identical(stepped(fused_triton.step, args), stepped(step.step_reference, args))
 
 
 @pytest.mark.parametrize("block", [1, 33, 64])
 @pytest.mark.parametrize("code", ["codebook", "quadratic"])
 def test_a_program_may_take_many_short_blocks(block: int, code: str) -> None:
     args = arguments("adamw", bits=8, block=block, code=code)
-    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
+    assert_identical(stepped(fused_triton.step, args), stepped(step.step_reference, args))
 
 
 @pytest.mark.parametrize("bits", [8, 32])
@@ -209,8 +213,8 @@ def test_dtypes_and_alignments_may_be_mixed_in_one_call(bits: int) -> None:
     sizes = [64, 63, 256, 257, 96, 64]
     mixed = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16, torch.bfloat16, torch.float32]
     args = arguments("adamw", bits=bits, params=mixed, grads=mixed[1:] + mixed[:1], sizes=sizes)
-    assert_identical(stepped(step_triton.step, args), stepped(step.step_reference, args))
-    groups = list(step_triton._groups(args[0], args[1]))
+    assert_identical(stepped(fused_triton.step, args), stepped(step.step_reference, args))
+    groups = list(fused_triton._groups(step.Arguments(*args)))
     assert sorted(i for group in groups for i in group.members) == list(range(len(sizes)))
 
 
@@ -218,8 +222,8 @@ def test_dtypes_and_alignments_may_be_mixed_in_one_call(bits: int) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_leaves_its_tensor_alone(bad: float, bits: int) -> None:
     args = arguments("adamw", bits=bits)
-    args[4][3, step.MIX_G] = bad  # a number that this rule does not even use
-    before, after = stepped(lambda *_: None, args), stepped(step_triton.step, args)
+    args[4][3, MIX_G] = bad  # a number that this rule does not even use
+    before, after = stepped(lambda *_: None, args), stepped(fused_triton.step, args)
     assert_identical(after, stepped(step.step_reference, args))
     for old, new in zip(before, after, strict=True):
         assert_identical(new[3 :: len(SIZES)], old[3 :: len(SIZES)])
@@ -230,7 +234,7 @@ def test_a_row_that_is_not_finite_leaves_its_tensor_alone(bad: float, bits: int)
 def test_a_nan_gradient_reaches_its_parameter_and_its_block(rule: str, bits: int) -> None:
     args = arguments(rule, bits=bits, sizes=[257, 1031])
     args[1][1][300] = math.nan
-    params, *stored = stepped(step_triton.step, args)
+    params, *stored = stepped(fused_triton.step, args)
     expected, *expected_stored = stepped(step.step_reference, args)
     assert params[1][300].isnan()
     params[1][300] = expected[1][300] = 0
@@ -243,7 +247,7 @@ def test_a_positive_second_moment_is_never_stored_as_zero() -> None:
     args[1][0][:] = 1e-12
     args[1][0][7] = 1.0
     args[2][0][:] = 0
-    _, (codes,), _ = stepped(step_triton.step, args)
+    _, (codes,), _ = stepped(fused_triton.step, args)
     assert (codes > 0).all()
     assert_identical(codes, stepped(step.step_reference, args)[1][0])
 
@@ -255,10 +259,10 @@ def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> Non
     args[4][0, step.LR] = math.nan  # not skipped here: the caller should see it
     args[4][2, step.EPS] = 0  # then 0 / 0 where a tile reaches beyond the tensor
     before = copied(args)
-    actual = step_triton.norms(*args)
+    actual = fused_triton.norms(*args)
     # A program adds a few hundred float32 numbers, which costs a few units in the last place.
     torch.testing.assert_close(actual, step.norms_reference(*args), rtol=1e-6, atol=0, equal_nan=True)
-    assert_identical(step_triton.norms(*args), actual)
+    assert_identical(fused_triton.norms(*args), actual)
     assert_identical(args[:4], before[:4])
 
 
@@ -270,14 +274,14 @@ def test_gradient_ratios_match_the_reference(bits: int, small_tile: int) -> None
     scalars[2, step.EPS] = 0
     scalars[0, step.COUPLED] = 0.5  # of no account here
     args = (grads, v, absmax, scalars, unsigned, code, block)
-    torch.testing.assert_close(step_triton.ratios(*args), step.ratios_reference(*args), rtol=1e-6, atol=0)
+    torch.testing.assert_close(fused_triton.ratios(*args), step.ratios_reference(*args), rtol=1e-6, atol=0)
 
 
 def test_gradient_norms_match_the_reference() -> None:
     grads = [random(n, seed=n).to(dtype) for n in (0, 1, 257, 5000) for dtype in FLOATS]
     grads[6][5] = math.inf
     expected = step.gradient_norms_reference(grads)
-    torch.testing.assert_close(step_triton.gradient_norms(grads), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(fused_triton.gradient_norms(grads), expected, rtol=1e-6, atol=0)
 
 
 # --- int8
@@ -386,15 +390,15 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     for walks in ((True, True), (True, False), (False, True)):
         chosen = {"MEASURE": walks[0], "ROUND": walks[1], "LANES": 16, "TILE": 64}
         yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
-    yield step_triton._gradient_norms_kernel, {"G_TYPE": tl.bfloat16, "ALIGNED": True, "MANY": False, **tile}
+    yield fused_triton._gradient_norms_kernel, {"G_TYPE": tl.bfloat16, "ALIGNED": True, "MANY": False, **tile}
     for rule in RULES:
-        keeps = sum(1 << step_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
+        keeps = sum(1 << fused_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
         for quantized in (0, 1, 2):
             chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
             # Blocks longer than a tile take longest to compile, and take the same path in every rule.
             chosen |= {"ALIGNED": quantized > 0, "MANY": rule == "adamw", **tile}
-            yield step_triton._step_kernel, chosen
-            yield step_triton._norms_kernel, {**chosen, "RATIOS": rule == "rms"}
+            yield fused_triton._step_kernel, chosen
+            yield fused_triton._norms_kernel, {**chosen, "RATIOS": rule == "rms"}
 
 
 def compile_all(arch: int) -> int:

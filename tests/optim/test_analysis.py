@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import assert_same, seed, spread
+from tests.ops.rows import row
 from trimtab import optim
-from trimtab.ops import load_codebook, step_rules
-from trimtab.ops import step as step_module
+from trimtab.ops import load_codebook
 from trimtab.ops.step import RULES, step_reference
+from trimtab.ops.step import fused as step_module
 
 SIZE = 20_011
 
@@ -116,7 +117,7 @@ def test_what_cannot_be_analysed_is_refused():
     with pytest.raises(ValueError, match="no state yet"):
         optim.ErrorAnalysis().look(optim.AdamW([p]))
     for optimizer, message in (
-        (optim.AdamW([p], bits=8), "quantized already; look at one with bits=32"),
+        (optim.AdamW([p], bits=8), "already quantized; use one with bits=32"),
         (optim.SGD([p], momentum=0.9), "needs exp_avg and exp_avg_sq"),
         (torch.optim.Adagrad([p]), "needs exp_avg and exp_avg_sq"),
     ):
@@ -130,14 +131,14 @@ def test_what_cannot_be_analysed_is_refused():
 # --- Only the rounding is different
 
 ROWS = {
-    "adamw": lambda t: step_rules.adamw(t, lr=1e-2, weight_decay=0.1),
-    "momentum": lambda t: step_rules.sgd(t, lr=1e-2, weight_decay=0.1),
-    "lion": lambda t: step_rules.lion(t, lr=1e-2, weight_decay=0.1),
-    "rms": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1),
-    "ademamix": lambda t: step_rules.ademamix(t, lr=1e-2, weight_decay=0.1),
-    "rms_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1, momentum=0.9),
-    "rms_centered": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1),
-    "rms_centered_momentum": lambda t: step_rules.rmsprop(t, lr=1e-2, weight_decay=0.1, momentum=0.9),
+    "adamw": lambda t: row("AdamW", t, lr=1e-2, weight_decay=0.1),
+    "momentum": lambda t: row("SGD", t, momentum=0.9, lr=1e-2, weight_decay=0.1),
+    "lion": lambda t: row("Lion", t, lr=1e-2, weight_decay=0.1),
+    "rms": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.1),
+    "ademamix": lambda t: row("AdEMAMix", t, lr=1e-2, weight_decay=0.1),
+    "rms_momentum": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.1, momentum=0.9),
+    "rms_centered": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.1),
+    "rms_centered_momentum": lambda t: row("RMSprop", t, lr=1e-2, weight_decay=0.1, momentum=0.9),
 }
 
 
@@ -166,10 +167,7 @@ def test_with_an_identity_quantizer_the_8_bit_path_is_the_32_bit_path(rule, code
         absmax = [torch.zeros(4) for _ in states] if eight else []
         for number in range(1, 6):
             grads, scalars = [torch.randn(1003, generator=generator)], ROWS[rule](torch.tensor([float(number)]))
-            step_reference(
-                params=[p], grads=grads, states=states, absmax=absmax, scalars=scalars,
-                rule=rule, code=code, block=256, **books,
-            )  # fmt: skip
+            step_reference([p], grads, states, absmax, scalars, *books.values(), rule, code, 256)
         results.append([p, *states])
     assert calls == (["decode"] * len(states) + ["encode"] * len(states)) * 5
     for a, b in zip(*results, strict=True):

@@ -210,9 +210,9 @@ def test_empty_groups_and_empty_tensors_are_stepped_over(name, bits):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("flag", ["differentiable", "amsgrad", "capturable"])
 def test_flags_that_mean_something_else_are_refused(name, flag):
-    with pytest.raises(ValueError, match=f"{name} does not do {flag}=True"):
+    with pytest.raises(ValueError, match=f"{name} does not support {flag}=True"):
         make(name, small_model().parameters(), **{flag: True})
-    with pytest.raises(ValueError, match=f"a parameter group asks for {flag}=True"):
+    with pytest.raises(ValueError, match=f"a parameter group has {flag}=True"):
         make(name, [{"params": list(small_model().parameters()), flag: True}])
     make(name, small_model().parameters(), **{flag: False})  # asks for nothing
 

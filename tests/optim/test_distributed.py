@@ -5,6 +5,7 @@ shard, so where shards end at the end of a block the bits are the same; `EVEN` a
 """
 
 import time
+from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -327,15 +329,16 @@ def save(path: Path, name: str, options: dict[str, Any], shapes: list[tuple[int,
     """Three steps, then a checkpoint, by as many processes as we are."""
     model, optimizer = start_over(name, options, shapes)
     take_steps(model, optimizer, range(3))
-    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optim": optim.distributed_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=path)
 
 
 def resume(path: Path, name: str, options: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
     model, optimizer = start_over(name, options, shapes)
-    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    state = {"optim": optim.distributed_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state["optim"])
+    optim.load_distributed_state_dict(model, optimizer, state["optim"])
+    assert all(isinstance(key, Tensor) for key in optimizer.state)
     # PyTorch makes room for the state by a step with lr=0.
     assert_close(model, Tensors(shapes))
     weights = {"model": model.state_dict()}
@@ -378,16 +381,17 @@ def save_and_go_on(path: Path, name: str, options: dict[str, Any]) -> None:
     """Three steps and a checkpoint; then thirty steps that a resume from it must repeat."""
     model, optimizer = start_over(name, options, UNEVEN)
     take_steps(model, optimizer, range(3))
-    dcp.save({"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    state = {"model": model.state_dict(), "optim": optim.distributed_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
     take_steps(model, optimizer, range(3, 33))
     torch.save(snapshot_of_shards(model, optimizer), path / f"end-{dist.get_rank()}.pt")
 
 
 def repeat(path: Path, name: str, options: dict[str, Any]) -> None:
     model, optimizer = start_over(name, options, UNEVEN)
-    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optim": optim.distributed_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state["optim"])
+    optim.load_distributed_state_dict(model, optimizer, state["optim"])
     take_steps(model, optimizer, range(3, 33))
     expected = torch.load(path / f"end-{dist.get_rank()}.pt")
     for mine, theirs in zip(snapshot_of_shards(model, optimizer), expected, strict=True):
@@ -415,7 +419,8 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_full(path: Path, name: str, options: dict[str, Any]) -> None:
     model, optimizer = start_over(name, options, EVEN)
     take_steps(model, optimizer, range(3))
-    state = get_state_dict(model, optimizer, options=FULL)
+    weights = get_model_state_dict(model, options=FULL)
+    state = weights, optim.distributed_state_dict(model, optimizer, options=FULL)
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(state, path)
 
@@ -426,7 +431,8 @@ def resume_full(path: Path, name: str, options: dict[str, Any], broadcast: bool)
     given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     if broadcast and dist.get_rank() > 0:
         state = {}
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=given)
+    set_model_state_dict(model, weights, options=given)
+    optim.load_distributed_state_dict(model, optimizer, state, options=given)
     assert_continues(model, optimizer, name, options, EVEN)
 
 
@@ -467,7 +473,7 @@ def test_shards_are_not_saved_as_packed():
     model, optimizer = start_over("AdamW", {"bits": 8}, EVEN)
     take_steps(model, optimizer, range(1))
     with pytest.raises(
-        ValueError, match=r"packed codes belong to one way of cutting .* save sharded state as portable"
+        ValueError, match=r"packed codes are valid only for the blocks .* save sharded state as portable"
     ):
         optimizer.state_dict(format="packed")
 
@@ -478,13 +484,13 @@ def flatten(bits: int) -> None:
     model, optimizer = start_over("AdamW", {"bits": bits}, EVEN)
     take_steps(model, optimizer, range(3))
     if bits == 8:
-        with pytest.raises(ValueError, match=r"could not be loaded; .* take flatten_optimizer_state_dict=False"):
-            get_optimizer_state_dict(model, optimizer, options=flattened)
+        with pytest.raises(ValueError, match=r"could not be loaded; .* use flatten_optimizer_state_dict=False"):
+            optim.distributed_state_dict(model, optimizer, options=flattened)
         return
-    state = get_optimizer_state_dict(model, optimizer, options=flattened)
+    state = optim.distributed_state_dict(model, optimizer, options=flattened)
     fresh = build("AdamW", model, bits=bits)
     fresh.zero_grad()  # with gradients there, PyTorch makes no room for the state
-    set_optimizer_state_dict(model, fresh, state, options=flattened)
+    optim.load_distributed_state_dict(model, fresh, state, options=flattened)
     assert_continues(model, fresh, "AdamW", {"bits": bits}, EVEN)
 
 
@@ -504,7 +510,41 @@ def test_flattened_state_of_32_bits_is_refused_by_8():
         set_optimizer_state_dict(model, build("AdamW", model, bits=8), state, options=flattened)
 
 
-# --- Tensors laid end to end
+def call_dcp_directly(bits: int) -> None:
+    model, optimizer = start_over("AdamW", {"bits": bits}, EVEN)
+    take_steps(model, optimizer, range(3))
+    if bits == 8 and not dist.is_initialized():
+        for options in (None, StateDictOptions(flatten_optimizer_state_dict=True), FULL):
+            for get in (get_optimizer_state_dict, get_state_dict):
+                with pytest.raises(
+                    ValueError, match=r"cannot shard packed .* trimtab.optim.distributed_state_dict\(model, optimizer\)"
+                ):
+                    get(model, optimizer, options=options)
+        assert optimizer.default_format is None
+        return
+    state = get_optimizer_state_dict(model, optimizer)
+    fresh = build("AdamW", model, bits=bits)
+    fresh.zero_grad()
+    set_optimizer_state_dict(model, fresh, state)
+    assert_continues(model, fresh, "AdamW", {"bits": bits}, EVEN)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_dcp_gets_portable_state_or_an_error_that_names_the_function_to_call(bits):
+    call_dcp_directly(bits)
+    together(call_dcp_directly, bits)
+
+
+def test_packed_state_is_loaded_as_plain_data(tmp_path):
+    model, optimizer = start_over("AdamW", {"bits": 8}, EVEN)
+    take_steps(model, optimizer, range(1))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert type(loaded["state"]) is OrderedDict
+    build("AdamW", model, bits=8).load_state_dict(loaded)
+
+
+# --- Concatenated tensors
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -512,14 +552,14 @@ def test_flattened_state_of_32_bits_is_refused_by_8():
 def test_fsdp1_is_refused(views):
     # With use_orig_params=True it hands out parameters with their names, but they are pieces all the same.
     model = FullyShardedDataParallel(Tensors(EVEN), device_id=torch.device("cpu"), use_orig_params=views)
-    with pytest.raises(ValueError, match=r"laid end to end \(FSDP1 or ZeRO\).* Use FSDP2"):
+    with pytest.raises(ValueError, match=r"concatenated tensors \(FSDP1 or ZeRO\).* Use FSDP2"):
         build("StableAdamW", model)
 
 
 def test_zero_is_refused():
     p = nn.Parameter(torch.zeros(4))
     p.ds_id = 0  # type: ignore[attr-defined]  # how DeepSpeed numbers what it cuts up
-    with pytest.raises(ValueError, match=r"laid end to end \(FSDP1 or ZeRO\).* Use FSDP2"):
+    with pytest.raises(ValueError, match=r"concatenated tensors \(FSDP1 or ZeRO\).* Use FSDP2"):
         optim.AdamW([p])
 
 

@@ -104,7 +104,7 @@ def test_exemptions_that_cannot_be_meant_are_refused_or_told():
         optim.AdamW(model.parameters(), bits=8, keep32="last.*")
     with pytest.raises(ValueError, match=r"no names; pass model\.named_parameters"):
         optim.AdamW([{"params": list(model.parameters()), "keep32": "*embed*"}], bits=8)
-    with pytest.raises(TypeError, match=r"class Embedding; .* trimtab\.optim\.groups\(model, keep32=Embedding\)"):
+    with pytest.raises(TypeError, match=r"class Embedding, .* trimtab\.optim\.groups\(model, keep32=Embedding\)"):
         optim.AdamW(model.named_parameters(), bits=8, keep32=nn.Embedding)
     with pytest.raises(TypeError, match="got int"):
         optim.AdamW(model.named_parameters(), bits=8, keep32=3)

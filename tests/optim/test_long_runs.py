@@ -18,9 +18,9 @@ from tests.conftest import seed
 from tests.optim.cases import QUANTIZED
 from tests.train.conftest import _one_thread
 from trimtab import optim
-from trimtab.ops.quadratic import SMALLEST, TOP, twice, unit_of
 from trimtab.ops.step import RULES
-from trimtab.optim.state import Storage, decode
+from trimtab.ops.step.quadratic import SMALLEST, TOP, twice, unit_of
+from trimtab.ops.step.storage import Storage, decode
 
 __all__ = ["_one_thread"]  # tensors this small gain nothing from two
 

@@ -16,8 +16,18 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.nn import CLIP_SIZES, GPTConfig
-from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
-from trimtab.train import CLIPRun, DataConfig, GPTRun, OptimConfig, RunConfig, ScheduleConfig, read_lines
+from trimtab.schedule import LearningRate
+from trimtab.train import (
+    BatchConfig,
+    CLIPRun,
+    DataConfig,
+    GPTRun,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    SeqLenConfig,
+    read_lines,
+)
 
 CONTEXT, BATCH = 32, 4
 PATIENCE_S = 60
@@ -34,19 +44,15 @@ def write_words(path: Path, count: int = 12_000, seed: int = 0) -> Path:
     return path
 
 
-def off(batch: int) -> BatchWarmup:
-    return BatchWarmup(start=batch, increment=1, samples=1, end=batch)
-
-
-def tiny(folder: Path, *, start: int = CONTEXT, grows: BatchWarmup | None = None, **changes: Any) -> GPTRun:
+def tiny(folder: Path, *, start: int | None = None, grows: BatchConfig | None = None, **changes: Any) -> GPTRun:
     """Twelve steps. One thread: sums in another order are other sums."""
     text = folder / "words.txt"
     if not text.exists():
         write_words(text)
     schedule = ScheduleConfig(
         lr=LearningRate(kind="cosine", warmup=3, decay_unit="tokens", floor=1e-4),
-        seqlen=SeqLenWarmup(start=start, end=CONTEXT, steps=8, multiple=8),
-        batch=grows or off(BATCH),
+        seqlen=SeqLenConfig(start=start, steps=8),
+        batch=grows or BatchConfig(),
     )
     run = GPTRun(
         model=GPTConfig(depth=1, width=32, heads=2, vocab=257, context=CONTEXT, qk_norm="shared", z_loss=1e-4),
@@ -67,11 +73,10 @@ def tiny(folder: Path, *, start: int = CONTEXT, grows: BatchWarmup | None = None
 def tiny_clip(folder: Path, *, batch: int = 16, **changes: Any) -> CLIPRun:
     """Half of the patches are dropped at random, so a resume needs the generator's state."""
     model = replace(CLIP_SIZES["tiny"], patch_dropout=0.5)
-    seqlen = SeqLenWarmup(start=model.context, end=model.context, steps=1, multiple=1)
     run = CLIPRun(
         model=model,
         optim=OptimConfig(lr=1e-3, betas=(0.9, 0.98), eps=1e-6),
-        schedule=ScheduleConfig(lr=LearningRate(kind="cosine", warmup=1), seqlen=seqlen, batch=off(batch)),
+        schedule=ScheduleConfig(lr=LearningRate(kind="cosine", warmup=1)),
         data=DataConfig(corpus="shapes", cache=str(folder / "cache")),
         steps=6,
         batch=batch,

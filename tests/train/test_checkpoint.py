@@ -16,9 +16,10 @@ from tests.conftest import assert_same, seed
 from tests.train.runs import BATCH, hashes, quiet, read_events, read_log, tiny
 from trimtab.optim import AdamW
 from trimtab.runs import files as files_module
-from trimtab.runs.files import read_tensors, sha256_of, write_tensors
+from trimtab.runs.files import sha256_of
 from trimtab.train import CheckpointError, Checkpoints, RunError, evaluate, load_run, resume, train
 from trimtab.train.processes import Processes
+from trimtab.train.tensors import read_tensors, write_tensors
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -129,7 +130,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"0\.weight has shape \(100, 48\) in the checkpoint, \(100, 40\) here"):
         checkpoints.load(1, made(40)[0], None)
-    with pytest.raises(CheckpointError, match=r"has 1\.weight, which the model has not"):
+    with pytest.raises(CheckpointError, match=r"has 1\.weight, which the model does not have"):
         checkpoints.load(1, nn.Sequential(nn.Linear(48, 100)), None)
     with pytest.raises(CheckpointError, match=r"lacks 2\.bias"):
         checkpoints.load(1, nn.Sequential(*made()[0], nn.Linear(3, 3)), None)
@@ -165,7 +166,7 @@ def test_what_a_killed_process_left_is_swept_up(tmp_path):
     shutil.copytree(checkpoints.path(3), tmp_path / ".tmp-step-00000004")
     shutil.copytree(checkpoints.path(3), tmp_path / ".old-step-00000000")
     assert checkpoints.list_steps() == [1, 2, 3]
-    checkpoints.forget_after(2)
+    checkpoints.remove_after(2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "step-00000002"}
 
 
@@ -261,7 +262,7 @@ def test_evaluating_a_run_gives_what_it_measured_itself(run):
 def test_any_checkpoint_can_be_opened_and_the_best_by_minus_one(run):
     assert load_run(run, 4)[2] == 4
     assert load_run(run, -1)[2] == json.loads((run / "checkpoints" / "best.json").read_text())["step"]
-    with pytest.raises(RunError, match="no checkpoint of step 5; it has 4, 8, 12"):
+    with pytest.raises(RunError, match="no checkpoint of step 5; there are 4, 8, 12"):
         load_run(run, 5)
     (run / "checkpoints" / "best.json").unlink()
     with pytest.raises(RunError, match="has no best checkpoint"):

@@ -2,16 +2,18 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
-from tests.train.runs import CONTEXT, off, tiny, tiny_clip
+from tests.train.runs import tiny, tiny_clip
 from trimtab.nn import ConfigError
 from trimtab.recipes import RECIPES
-from trimtab.schedule import BatchWarmup, SeqLenWarmup
-from trimtab.train import OptimConfig
-from trimtab.train.config import FREE, differences, from_json, kind_of, to_json
+from trimtab.schedule import LearningRate, SeqLenWarmup
+from trimtab.train import BatchConfig, ModuleRun, OptimConfig, ScheduleConfig
+from trimtab.train.config import FREE, ModuleConfig, did_you_mean, differences, from_json, kind_of, to_json, with_values
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -37,10 +39,9 @@ def test_the_kind_of_run_is_saved(tmp_path):
         ({"diverged_at": math.nan}, "diverged_at=nan must be above zero"),
         ({"micro_batch": 3}, "micro_batch=3 does not divide batch=4; try 1"),
         ({"micro_batch": 0}, "micro_batch=0 does not divide batch=4; try 4"),
-        ({"autocast": "float16"}, "needs a loss scale"),
+        ({"autocast": "float16"}, "autocast='float16' is not known; try one of 'off', 'bfloat16'"),
         ({"autocast": "float8"}, "autocast='float8' is not known; try one of 'off', 'bfloat16'"),
         ({"parallel": "zero"}, "parallel='zero' is not known; try one of 'ddp', 'fsdp2'"),
-        ({"batch": 8}, "schedule.batch.end=4 must be batch=8"),
     ],
 )
 def test_a_wrong_field_is_refused_with_what_would_work(tmp_path, change, message):
@@ -68,7 +69,7 @@ def test_a_wrong_optimizer_is_refused_with_what_would_work(change, message):
 
 
 def test_two_warm_ups_are_refused_unless_forced(tmp_path):
-    grows = BatchWarmup(start=2, increment=2, samples=8, end=4)
+    grows = BatchConfig(start=2, increment=2, samples=8)
     with pytest.raises(ConfigError, match=r"both warm up.*schedule\.force=True"):
         tiny(tmp_path, start=8, grows=grows)
     schedule = tiny(tmp_path, start=8).schedule
@@ -76,17 +77,21 @@ def test_two_warm_ups_are_refused_unless_forced(tmp_path):
     assert tiny(tmp_path, schedule=forced).schedule.batch is grows
 
 
-def test_the_schedule_has_to_end_at_the_context(tmp_path):
-    schedule = replace(tiny(tmp_path).schedule, seqlen=SeqLenWarmup(start=8, end=16, steps=4))
-    with pytest.raises(ConfigError, match=rf"schedule\.seqlen\.end=16 must be model\.context={CONTEXT}"):
-        tiny(tmp_path, schedule=schedule)
+def test_the_schedules_end_at_the_context_and_the_batch(tmp_path):
+    config = with_values(tiny(tmp_path, start=8), {"model.context": 64, "batch": 8})
+    assert (config.seqlen_warmup.start, config.seqlen_warmup.end) == (8, 64)
+    assert (config.batch_warmup.start, config.batch_warmup.end) == (8, 8)
+    assert with_values(config, {"schedule.seqlen.start": "none"}).seqlen_warmup.start == 64
+    assert with_values(config, {"schedule.seqlen.lengths": [16, 64], "schedule.seqlen.start": None}).seqlen_warmup == (
+        SeqLenWarmup(start=16, end=64, steps=8, lengths=(16, 64))
+    )
 
 
 def test_captions_are_neither_cut_nor_compared_in_parts(tmp_path):
     run = tiny_clip(tmp_path)
-    with pytest.raises(ConfigError, match="captions end with the token that is read out"):
+    with pytest.raises(ConfigError, match="captions cannot be cut"):
         replace(run, schedule=replace(run.schedule, seqlen=replace(run.schedule.seqlen, start=8)))
-    with pytest.raises(ConfigError, match="compared with all others of its batch"):
+    with pytest.raises(ConfigError, match="compares each caption with all others of its batch"):
         replace(run, micro_batch=4)
 
 
@@ -117,7 +122,9 @@ def test_free_fields_exist():
     [
         ({"kind": "bert"}, "a config of kind 'bert' is not known; try one of gpt, clip"),
         ({"stepz": 3}, "stepz is not a field of GPTRun"),
-        ({"optim": {"learning_rate": 3}}, "optim.learning_rate is not a field of OptimConfig"),
+        ({"optim": {"learning_rate": 3}}, "optim.learning_rate is not a field of GPTRun. Did you mean 'optim.lr'?"),
+        ({"steps": "3"}, "Expected `int`, got `str` - at `steps`"),
+        ({"steps": 0}, "steps=0 is too small; try steps=1"),
     ],
 )
 def test_json_that_is_no_config_is_refused(tmp_path, change, message):
@@ -127,4 +134,96 @@ def test_json_that_is_no_config_is_refused(tmp_path, change, message):
 
 
 def test_a_batch_that_never_grows_is_no_warm_up(tmp_path):
-    assert tiny(tmp_path, start=8, grows=off(4)).schedule.batch.at(0) == 4
+    assert tiny(tmp_path, start=8, grows=BatchConfig(start=4)).batch_warmup.at(0) == 4
+
+
+# --- Overrides
+
+
+def test_overrides_are_typed():
+    values = {"batch": 32, "optim": {"betas": [0.9, 0.999]}, "optim.clip-norm": "none", "optim.eps": 1}
+    config = with_values(RECIPES["gpt-lab"](), values)
+    assert (config.batch, config.optim.betas, config.optim.clip_norm, config.optim.eps) == (32, (0.9, 0.999), None, 1.0)
+
+
+def test_text_is_parsed_by_the_type_of_the_field():
+    text = {"optim.lr": "1e-2", "optim.betas": "0.8,0.9", "optim.bits": "32", "compile": "True", "tokens": "None"}
+    text |= {"batch": "8", "data.corpus": "12", "watch.skip": ["non-finite", "rms spike"], "optim.eps": "1"}
+    config = with_values(RECIPES["gpt-tiny"](), text)
+    assert (config.optim.lr, config.optim.betas, config.optim.bits, config.optim.eps) == (0.01, (0.8, 0.9), 32, 1.0)
+    assert (config.compile, config.tokens, config.batch, config.data.corpus) == (True, None, 8, "12")
+    assert config.watch.skip == ("non-finite", "rms spike")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optim.beta": [0.9, 0.9]}, "optim.beta is not a field of GPTRun. Did you mean 'optim.betas'? optim has name"),
+        ({"optim.learning-rate": 1}, "Did you mean 'optim.lr'?"),
+        ({"lr": 1}, "Did you mean 'optim.lr'?"),
+        ({"steps": "many"}, "steps='many' is not a whole number"),
+        ({"steps": True}, "steps=True is not a whole number"),
+        ({"steps": 3.0}, "steps=3.0 is not a whole number"),
+        ({"micro_batch": "half"}, "micro_batch='half' is not a whole number"),
+        ({"optim.betas": 0.9}, "optim.betas=0.9 needs a list of 2 values, each a finite number"),
+        ({"optim.betas": [0.9]}, "optim.betas=[0.9] needs a list of 2 values"),
+        ({"optim.betas": ["a", "b"]}, "needs a list of 2 values, each a finite number"),
+        ({"watch.skip": 3}, "watch.skip=3 needs a list of values, each text"),
+        ({"optim.eps": math.nan}, "optim.eps=nan is not a finite number"),
+        ({"optim.eps": "inf"}, "optim.eps='inf' is not a finite number"),
+        ({"optim.name": "adam8"}, "optim.name='adam8' is not known; try one of 'adamw', 'stable-adamw'"),
+        ({"optim.bits": "4"}, "optim.bits='4' is not known; try one of 8, 32"),
+        ({"optim": 3}, "optim has fields of its own; set one of them: optim has name, lr"),
+        ({"batch.size": 3}, "batch.size: batch has no fields"),
+        ({"compile": 1}, "compile=1 is not true or false"),
+        ({"data.corpus": 1}, "data.corpus=1 is not text"),
+        ({"model.options.width": 1}, "model.options.width is not a field of GPTRun"),
+        ({"model.width": 30, "model.heads": 4}, "width=30 does not split into heads=4"),
+        ({"schedule.lr.warmup": -1}, "warmup=-1 is too small"),
+        (
+            {"schedule.seqlen.start": 512},
+            "schedule.seqlen: start=512 is above end=64; try start=64 (end is model.context)",
+        ),
+        ({"schedule.batch.start": 9, "schedule.batch.increment": 2}, "past end=16; try end=15 (end is batch)"),
+        ({"schedule.seqlen.end": 64}, "schedule.seqlen.end is not a field: it is always model.context"),
+        ({"schedule.batch.end": 16}, "schedule.batch.end is not a field: it is always batch. Set batch instead"),
+    ],
+)
+def test_a_wrong_override_is_refused_with_what_would_work(values, message):
+    with pytest.raises(ConfigError) as error:
+        with_values(RECIPES["gpt-lab"](), values)
+    assert message in str(error.value)
+
+
+def test_options_of_a_model_of_the_users_own_are_free():
+    config = ModuleRun(
+        model=ModuleConfig(build="a:b"),
+        optim=OptimConfig(),
+        schedule=ScheduleConfig(lr=LearningRate()),
+        steps=1,
+        batch=1,
+    )
+    changed = with_values(config, {"model.options.width": 16, "model.options.inner.kind": "x"})
+    assert changed.model.options == {"width": 16, "inner": {"kind": "x"}}
+    assert from_json(to_json(changed)) == changed
+    with pytest.raises(ConfigError, match=r"width has no fields"):
+        with_values(changed, {"model.options.width.more": 16})
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("gpt-lap", ["gpt-tiny", "gpt-lab"], "gpt-lab"),
+        ("--optim.learning-rate", ["--optim.lr", "--schedule.lr"], "--optim.lr"),
+        ("--lr", ["--optim.lr"], "--optim.lr"),
+        ("optim.weigth_decay", ["optim.weight_decay"], "optim.weight_decay"),
+    ],
+)
+def test_a_hint_names_what_is_meant(word, known, meant):
+    assert did_you_mean(word, known) == f" Did you mean {meant!r}?"
+    assert did_you_mean("zzz", known) == ""
+
+
+def test_models_and_optimizers_are_imported_without_the_config_library():
+    code = "import sys, trimtab.nn, trimtab.optim; assert 'msgspec' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ from tests.train.runs import (
     write_config,
 )
 from trimtab import cli
-from trimtab.runs import files, log
-from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, train
+from trimtab.runs import RunLog, StepRecord, files, lock_folder, log
+from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, tensors, train
 from trimtab.train.processes import Processes
 
 LONG = 40  # steps of a run that is killed on the way
@@ -192,7 +193,7 @@ def test_killed_while_writing_a_checkpoint_the_one_before_is_the_last(whole, tmp
 def names_of_tensors(whole: Path) -> list[str]:
     """Names of all tensors in a checkpoint: as many pieces are written, and the headers."""
     folder = whole / "run" / "checkpoints" / f"step-{LONG:08d}"
-    parts = [files.read_tensors(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
+    parts = [tensors.read_tensors(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
     return [name for part in parts for name in part] + ["header"]
 
 
@@ -216,7 +217,7 @@ def test_killed_before_the_first_checkpoint_a_run_says_so(whole, tmp_path):
     killed(process)
     for path in (run / "checkpoints").glob("*"):
         shutil.rmtree(path)
-    with pytest.raises(RunError, match="has no complete checkpoint; start the run anew"):
+    with pytest.raises(RunError, match="has no complete checkpoint; train the run again"):
         resume(run, console=quiet())
 
 
@@ -297,7 +298,10 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(half, tmp_path):
     Checkpoints(half / "checkpoints", 1, Processes()).verify(4)
     assert {path.name for path in (half / "checkpoints").iterdir()} == {"step-00000004"}
     assert [event["step"] for event in read_events(half, "checkpoint failed")] == [8, 12]
-    assert "step 8  no checkpoint: File too large; earlier ones are intact, going on" in (tmp_path / "out").read_text()
+    assert (
+        "step 8  no checkpoint: File too large; earlier ones are intact, training continues"
+        in (tmp_path / "out").read_text()
+    )
     assert trajectory(half) == trajectory(tmp_path / "whole")
     # With room again, it goes on from what there is.
     assert resume(half, console=quiet())["why"] == "done"
@@ -310,24 +314,29 @@ def test_a_log_that_cannot_grow_keeps_whole_lines_and_the_run(half, tmp_path):
     assert (half / "events.jsonl").stat().st_size < room
     process = start(with_little_room, half, room, output=tmp_path / "out")
     assert end(process) == 0, (tmp_path / "out").read_text()
-    assert "the log cannot be written: File too large; its lines wait" in (tmp_path / "out").read_text()
+    assert "cannot write the log: File too large; its lines are kept" in (tmp_path / "out").read_text()
     assert [line["step"] for line in read_log(half)] in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert resume(half, console=quiet())["why"] == "done"
     assert_same_run(half, tmp_path / "whole", 12)
 
 
+def write_step(mine: RunLog, number: int) -> None:
+    clocks = {"samples": 0, "tokens": 0, "seconds": 0.0, "warmup_steps": None, "warmup_tokens": None}
+    mine.step(StepRecord(step=number, **clocks, step_seconds=0.0, loss=1.0, lr=1.0, length=1, batch=1, grad_norm=1.0))
+
+
 def test_lines_that_waited_are_written_when_there_is_room(tmp_path):
-    mine = log.RunLog(tmp_path)
-    mine.step(step=1)
-    lines = mine._files["log.jsonl"]
+    mine = RunLog(tmp_path)
+    write_step(mine, 1)
+    lines = mine._files[mine.paths.log]
     with open("/dev/full", "wb", buffering=0) as full:
         lines.file, real = full, lines.file
-        mine.step(step=2)
-        mine.step(step=3)
-        assert mine.trouble == "No space left on device"
+        write_step(mine, 2)
+        write_step(mine, 3)
+        assert mine.pending_error == "No space left on device"
     lines.file = real
-    mine.step(step=4)
-    assert mine.trouble is None
+    write_step(mine, 4)
+    assert mine.pending_error is None
     mine.close()
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 
@@ -374,3 +383,28 @@ def test_without_permission_nothing_is_written(whole, tmp_path):
         text = (tmp_path / "out").read_text()
         assert text == f"error: cannot write to {run}: no permission to write in {closed}\n"
         assert os.listdir(closed) == []
+
+
+# --- Two trainings of one folder
+
+
+def test_a_folder_in_which_a_run_trains_is_refused(whole, tmp_path):
+    config = write_config(tmp_path / "config.json", replace(read_config(whole / "config.json"), steps=10_000))
+    process = start(begin, config, tmp_path / "run", output=tmp_path / "out")
+    try:
+        wait_for(lambda: complete(tmp_path / "run"), process)
+        before = count_steps(tmp_path / "run")
+        with pytest.raises(RunError, match=rf"is in use by process {process.pid}; wait for it"):
+            resume(tmp_path / "run", console=quiet())
+        wait_for(lambda: count_steps(tmp_path / "run") > before, process)  # it goes on
+    finally:
+        process.kill()
+        process.join()
+    short = replace(read_config(config), steps=count_steps(tmp_path / "run") + 1)
+    assert resume(tmp_path / "run", short, force=True, console=quiet())["why"] == "done"
+    assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_trains_inside_a_folder_that_is_locked(tmp_path):
+    with lock_folder(tmp_path / "study"):
+        assert train(tiny(tmp_path, steps=2), tmp_path / "study" / "cell", console=quiet())["why"] == "done"

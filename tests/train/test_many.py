@@ -35,9 +35,9 @@ from tests.train.runs import (
 )
 from tests.train.test_checkpoint import Payload
 from trimtab import cli
-from trimtab.runs import files
 from trimtab.runs.files import sha256_of
-from trimtab.train import CheckpointError, RunError, RunLog, checkpoint, load_run, resume, train
+from trimtab.train import CheckpointError, RunError, checkpoint, load_run, resume, tensors, train
+from trimtab.train.config import load_config
 
 SHAPES = {"ddp": "model.safetensors", "fsdp2": "shards"}
 
@@ -171,7 +171,7 @@ def test_a_pickle_among_shards_is_never_executed(sharded, tmp_path):
         path.write_bytes(pickle.dumps(Payload(harm)))
         manifest["files"][f"shards/{path.name}"] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="that is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is intact, but it is not a checkpoint"):
         resume(run, console=quiet())
     assert not harm.exists()
 
@@ -182,7 +182,7 @@ def train_with_a_full_disk(config: Path, run: Path) -> None:
 
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as Writer
 
-    write_data, write_tensors = Writer.write_data, files.write_tensors
+    write_data, write_tensors = Writer.write_data, tensors.write_tensors
     full = OSError(28, "No space left on device")
 
     def write_shard(self: Any, *args: Any) -> Any:
@@ -220,10 +220,7 @@ def refused(config: Path, run: Path, message: str) -> None:
 
 
 def test_a_batch_that_does_not_split_is_refused(tmp_path):
-    config = tiny(tmp_path)
-    odd = replace(
-        config, batch=3, schedule=replace(config.schedule, batch=replace(config.schedule.batch, start=3, end=3))
-    )
+    odd = replace(tiny(tmp_path), batch=3)
     refused(saved(tmp_path, odd), tmp_path / "run", "a batch of 3 does not split over 2 processes; try a multiple of 2")
     assert not (tmp_path / "run").exists()
 
@@ -231,7 +228,7 @@ def test_a_batch_that_does_not_split_is_refused(tmp_path):
 def test_a_folder_that_holds_another_run_is_refused_by_all(tmp_path):
     config = tiny(tmp_path, steps=4)
     train(config, tmp_path / "run", console=quiet())
-    refused(saved(tmp_path, config), tmp_path / "run", "holds a run already")
+    refused(saved(tmp_path, config), tmp_path / "run", "already holds a run")
 
 
 # --- One of two dies
@@ -283,7 +280,7 @@ def test_when_one_is_killed_the_other_stops_and_says_so(tmp_path, victim):
     assert time.monotonic() - killed < 30
     end(pair[victim])
     text = (tmp_path / f"out{1 - victim}").read_text()
-    assert f"error: another process is gone, so this one stops; go on with `trimtab resume {run}`" in text
+    assert f"error: another process has ended, so this one stops; continue with `trimtab resume {run}`" in text
     assert "Traceback" not in text
     shorter = replace(read_config(config), steps=max(20, count_steps(run) + 1))
     assert resume(run, shorter, force=True, console=quiet())["why"] == "done"
@@ -312,7 +309,7 @@ def test_torchrun_ends_when_one_of_its_two_processes_is_killed(tmp_path):
         torchrun.kill()
         torchrun.wait()
     assert "SIGKILL" in (tmp_path / "out").read_text()
-    assert "error: another process is gone" in (tmp_path / "out").read_text()
-    config = replace(RunLog(run).read_config()[0], steps=count_steps(run) + 2)
+    assert "error: another process has ended" in (tmp_path / "out").read_text()
+    config = replace(load_config(run)[0], steps=count_steps(run) + 2)
     assert resume(run, config, force=True, console=quiet())["why"] == "done"
     assert read_events(run, "resumed")[0]["processes"] == 1

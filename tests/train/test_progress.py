@@ -6,27 +6,29 @@ import pytest
 from rich.console import Console
 
 from tests.train.runs import tiny
+from trimtab.runs import StepRecord
 from trimtab.train import train
-from trimtab.train.progress import Line
+from trimtab.train.progress import ProgressLine
 
 
-def record(step: int, **changes: float) -> dict[str, float]:
-    line = {"step": step, "tokens": 128 * step, "loss": 2.5, "lr": 3e-3, "length": 32, "batch": 4, "step_seconds": 0.5}
-    return line | changes
+def record(step: int, *, loss: float = 2.5) -> StepRecord:
+    clocks = {"samples": 4 * step, "tokens": 128 * step, "seconds": 0.5 * step, "warmup_steps": 1, "warmup_tokens": 1}
+    rest = {"lr": 3e-3, "length": 32, "batch": 4, "grad_norm": 1.0, "step_seconds": 0.5}
+    return StepRecord(step=step, **clocks, loss=loss, **rest)
 
 
-def shown(terminal: bool, **options: object) -> tuple[Line, io.StringIO]:
+def shown(terminal: bool, **options: object) -> tuple[ProgressLine, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
     given = {"steps": 100, "tokens": None, "every": 10, "shows": True, **options}
-    return Line(console=console, **given), out
+    return ProgressLine(console=console, **given), out
 
 
 def test_elsewhere_there_are_plain_lines_now_and_then():
     line, out = shown(terminal=False)
     for step in range(1, 31):
         line.show(record(step))
-    line.say("step 30  validation loss 2.0000")
+    line.print("step 30  validation loss 2.0000")
     line.close()
     lines = out.getvalue().splitlines()
     assert [text.split("  ")[0] for text in lines] == ["step 1", "step 10", "step 20", "step 30", "step 30"]
@@ -41,7 +43,7 @@ def test_on_a_terminal_one_line_stays_in_place():
         line.show(record(step))
     assert line.live is not None
     line.live.refresh()
-    line.say("validation loss 2.0000")
+    line.print("validation loss 2.0000")
     line.close()
     text = out.getvalue()
     assert "\x1b[" in text  # moved and cleared
@@ -65,7 +67,7 @@ def test_the_time_left_goes_by_tokens_where_they_end_the_run():
 def test_other_processes_show_nothing(terminal):
     line, out = shown(terminal=terminal, shows=False)
     line.show(record(10))
-    line.say("hello")
+    line.print("hello")
     line.close()
     assert out.getvalue() == ""
 

@@ -8,7 +8,7 @@ from trimtab import optim
 from trimtab.nn import CLIP, GPT
 from trimtab.recipes import RECIPES
 from trimtab.train.build import build_optimizer
-from trimtab.train.plan import draw_plan, foretell
+from trimtab.train.plan import draw_plan, simulate
 
 NAMES = ["gpt-tiny", "gpt-small", "gpt-lab", "gpt2-117m", "gpt2-1.5b", "gpt3-125m"]
 NAMES += ["clip-tiny", "clip-vit-b32", "clip-vit-l14", "clip-vit-h14"]
@@ -71,13 +71,13 @@ def test_gpt2_carries_the_numbers_of_sequence_length_warmup(name, shape, start, 
     assert (config.batch, config.tokens, config.steps) == (4096, 157_286_400_000, 75_000)
     assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (6e-4, (0.9, 0.95), 0.01)
     assert config.optim.clip_norm == 1.0
-    lr, seqlen = config.schedule.lr, config.schedule.seqlen
+    lr, seqlen = config.schedule.lr, config.seqlen_warmup
     assert (lr.kind, lr.warmup, lr.warmup_unit, lr.decay_unit, lr.floor) == ("cosine", 3000, "steps", "tokens", 1e-5)
     assert (seqlen.start, seqlen.end, seqlen.steps, seqlen.multiple) == (start, 1024, warmup_steps, 8)
 
 
 def test_gpt2_1_5b_takes_the_steps_that_the_paper_needs():
-    future = foretell(RECIPES["gpt2-1.5b"]())
+    future = simulate(RECIPES["gpt2-1.5b"]())
     assert future.steps == 58_769
     assert future.rate.decay >= 157_286_400_000
     assert round(future.cut_off, 2) == 0.36
@@ -88,11 +88,11 @@ def test_gpt3_carries_the_numbers_of_its_script():
     assert (config.model.depth, config.model.width, config.model.heads, config.model.context) == (12, 768, 12, 2048)
     assert (config.batch, config.tokens) == (2048, 300_000_000_000)
     assert (config.optim.lr, config.optim.betas, config.optim.weight_decay) == (2.4e-3, (0.9, 0.95), 0.1)
-    lr, seqlen = config.schedule.lr, config.schedule.seqlen
+    lr, seqlen = config.schedule.lr, config.seqlen_warmup
     assert (lr.warmup, lr.warmup_unit, lr.decay, lr.decay_unit) == (375_000_000, "tokens", 260_000_000_000, "tokens")
     assert lr.floor == 6e-5
     assert (seqlen.start, seqlen.end, seqlen.steps) == (72, 2048, 27_638)
-    assert foretell(config).tokens >= config.tokens  # the cap on steps does not end it first
+    assert simulate(config).tokens >= config.tokens  # the cap on steps does not end it first
 
 
 @pytest.mark.parametrize("name", ["clip-vit-b32", "clip-vit-l14", "clip-vit-h14"])
@@ -119,3 +119,12 @@ def test_the_small_ones_use_what_the_library_is_for():
     model = build(RECIPES["gpt-tiny"]())
     tokens = torch.randint(257, (2, 16), generator=seed(0))
     assert model(tokens, tokens).loss.isfinite()
+
+
+def test_the_old_name_of_simulate_works_with_a_warning():
+    from trimtab.train import plan
+
+    with pytest.warns(DeprecationWarning, match="foretell is now called simulate"):
+        assert plan.foretell is simulate
+    with pytest.raises(AttributeError, match="has no attribute 'fortell'"):
+        _ = plan.fortell

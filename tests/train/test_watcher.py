@@ -40,7 +40,7 @@ def test_signals_of_tensors_layers_and_totals_are_on_record(tmp_path):
     assert "logz" in lines[3]["totals"]
     assert not lines[2]["layers"]  # only every second step
     run = read_run(tmp_path / "run")
-    assert len(run.tensors("rms")["head.weight"]) == 12
+    assert len(run.signals.tensors("rms")["head.weight"]) == 12
 
 
 def test_few_lines_are_written_unless_there_is_an_alarm(tmp_path):
@@ -131,7 +131,7 @@ def test_a_run_does_not_roll_back_for_ever(tmp_path, monkeypatch):
     changed_task(monkeypatch, loss=always)
     config = tiny(tmp_path, watch=replace(EVERY, roll_back=("non-finite",)), stop_after_skips=3)
     assert go(config, tmp_path / "run")["why"] == "not finite"
-    assert len(read_events(tmp_path / "run", "rolled back")) == loop.MOST_RETURNS
+    assert len(read_events(tmp_path / "run", "rolled back")) == loop.MAX_ROLLBACKS
 
 
 def test_without_a_checkpoint_there_is_nothing_to_roll_back_to(tmp_path, monkeypatch):
@@ -154,8 +154,8 @@ def test_what_a_watcher_may_do_cannot_change_in_mid_run_but_how_often_it_looks_c
     [
         ({"every": -1}, "watch.every=-1 is too small; try watch.every=0"),
         ({"record_every": 0}, "watch.record_every=0"),
-        ({"skip": ("loss spike",)}, "watch.skip cannot be set off by 'loss spike'"),
-        ({"roll_back": ("nan",)}, "watch.roll_back cannot be set off by 'nan'"),
+        ({"skip": ("loss spike",)}, "watch.skip cannot be started by alarm 'loss spike'"),
+        ({"roll_back": ("nan",)}, "watch.roll_back cannot be started by alarm 'nan'"),
     ],
 )
 def test_bad_settings_are_refused(bad, words):

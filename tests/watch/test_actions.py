@@ -1,4 +1,4 @@
-"""Actions do what they say for as long as they say, and leave a line in the log."""
+"""Every action has its documented effect and duration, and is reported."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def test_skipping_leaves_weights_and_moments_as_they_were(kind, size, optimizer)
     alarms = run.step(size)
     assert kind in [alarm.kind for alarm in alarms]
     assert done(alarms) == ["skip"]
-    assert "The step was not taken" in str(next(alarm for alarm in alarms if alarm.kind == "action"))
+    assert "This step was skipped" in str(next(alarm for alarm in alarms if alarm.kind == "action"))
     for now, then in zip((run.model.weight.detach(), state["exp_avg_sq"], state["step"]), before, strict=True):
         assert_same(now, then)
     assert run.watch.record["tensors"]["weight"]["update_rms"] == 0
@@ -152,9 +152,9 @@ def test_with_actions_off_nothing_is_decided():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"skip": ["loss spike"]}, "skip cannot be set off by 'loss spike'; it can by rms spike, non-finite"),
-        ({"lower_beta2": ["bad luck"]}, "cannot be set off by 'bad luck'"),
-        ({"skip": "rms spike"}, r"takes a list of alarms.*try skip=\['rms spike'\]"),
+        ({"skip": ["loss spike"]}, "skip cannot be started by alarm 'loss spike'; try one of rms spike, non-finite"),
+        ({"lower_beta2": ["bad luck"]}, "cannot be started by alarm 'bad luck'"),
+        ({"skip": "rms spike"}, r"must be a list of alarm kinds.*try skip=\['rms spike'\]"),
         ({"roll_back": ["loss spike"]}, "roll_back needs restore"),
         ({"beta2": 1.0}, "beta2 must be in"),
         ({"in_a_row": 0}, "must be at least 1"),

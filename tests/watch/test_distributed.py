@@ -1,4 +1,4 @@
-"""On two processes, DDP and FSDP2, the signals are those of one process with the whole batch, and nobody acts alone."""
+"""With two processes (DDP, FSDP2) signals equal those of one process with the whole batch; actions are common."""
 
 import math
 from typing import Any
@@ -118,7 +118,7 @@ def test_what_one_process_sees_all_act_on(wrap):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-@pytest.mark.parametrize("part", ["_gradients", "_updates", "see_tensors"])
+@pytest.mark.parametrize("part", ["_gradients", "_updates", "check_tensors"])
 @on_two_processes
 def test_an_error_in_one_process_switches_all_watchers_off_together(wrap, part):
     shared = spread(build(), wrap)
@@ -131,7 +131,7 @@ def test_an_error_in_one_process_switches_all_watchers_off_together(wrap, part):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(module.Detector if part == "see_tensors" else module.Signals, part, broken)
+            patch.setattr(module.Detector if part == "check_tensors" else module.Signals, part, broken)
         alarms = [alarm for step in range(1, 4) for alarm in train(shared, optimizer, watch, step, False)]
     assert [alarm.kind for alarm in alarms] == ["watcher error"]
     assert ("one and one" if dist.get_rank() == 1 else "another process") in str(alarms[0])

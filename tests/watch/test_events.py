@@ -1,4 +1,4 @@
-"""The rules of the alarms: what sets them off, what does not, and that windows survive a resume."""
+"""The alarm rules: what raises an alarm and what does not; windows continue after a resume."""
 
 import json
 import math
@@ -16,7 +16,7 @@ def tensor(**values: float) -> dict[str, float]:
 
 
 def losses(detector: Detector, values: list[float], start: int = 1) -> list[Alarm]:
-    return [alarm for i, x in enumerate(values) for alarm in detector.see_loss(start + i, x)]
+    return [alarm for i, x in enumerate(values) for alarm in detector.check_loss(start + i, x)]
 
 
 def calm(count: int) -> list[float]:
@@ -26,9 +26,9 @@ def calm(count: int) -> list[float]:
 def test_an_rms_spike_names_the_tensor_the_usual_range_and_what_helps():
     detector = Detector(NOW)
     for step in range(1, 31):
-        assert detector.see_tensors(step, {"a": tensor(rms=1 + 0.1 * (-1) ** step), "b": tensor()}, {}) == []
+        assert detector.check_tensors(step, {"a": tensor(rms=1 + 0.1 * (-1) ** step), "b": tensor()}, {}) == []
     hints = {"a": {"betas": (0.9, 0.999), "eps": 1e-8}}
-    (alarm,) = detector.see_tensors(31, {"a": tensor(rms=3.0), "b": tensor(rms=2.4)}, hints)
+    (alarm,) = detector.check_tensors(31, {"a": tensor(rms=3.0), "b": tensor(rms=2.4)}, hints)
     assert (alarm.step, alarm.kind, alarm.where, alarm.value, alarm.also) == (31, "rms spike", "a", 3.0, ("b",))
     assert alarm.usual == pytest.approx((0.8, 1.2), abs=0.01)
     line = str(alarm)
@@ -39,19 +39,19 @@ def test_an_rms_spike_names_the_tensor_the_usual_range_and_what_helps():
 
 @pytest.mark.parametrize(("rms", "spikes"), [(2.29999, False), (2.3, True), (math.nan, False)])
 def test_the_limit_of_rms_belongs_to_the_spike(rms, spikes):
-    assert bool(Detector(NOW).see_tensors(1, {"a": tensor(rms=rms)}, {})) == spikes
+    assert bool(Detector(NOW).check_tensors(1, {"a": tensor(rms=rms)}, {})) == spikes
 
 
 def test_the_first_steps_are_ignored_and_no_more():
     detector = Detector(Rules(ignore=5))
-    seen = [bool(detector.see_tensors(step, {"a": tensor(rms=9.0)}, {})) for step in range(1, 8)]
+    seen = [bool(detector.check_tensors(step, {"a": tensor(rms=9.0)}, {})) for step in range(1, 8)]
     assert seen == [False] * 5 + [True, False]
 
 
 def test_events_closer_than_ten_steps_are_one():
     def alarmed(steps: list[int], every: int = 1) -> list[int]:
         detector = Detector(NOW, every)
-        return [s for s in steps if detector.see_tensors(s, {"a": tensor(rms=5.0)}, {})]
+        return [s for s in steps if detector.check_tensors(s, {"a": tensor(rms=5.0)}, {})]
 
     assert alarmed([1, 2, 11, 21, 31]) == [1]
     assert alarmed([1, 12, 22]) == [1, 12]
@@ -110,7 +110,7 @@ def test_non_finite_tensors_are_named_in_the_order_of_the_model():
         "b": tensor(grad_rms=math.inf, update_rms=math.nan, rms=math.nan),
         "c": tensor(grad_rms=math.nan),
     }
-    alarms = detector.see_tensors(1, found, {})  # also in the steps that spikes ignore
+    alarms = detector.check_tensors(1, found, {})  # also in the steps that spikes ignore
     assert [(x.kind, x.signal, x.where, x.also) for x in alarms] == [
         ("non-finite", "grad_rms", "b", ("c",)),
         ("non-finite", "update_rms", "b", ()),
@@ -122,24 +122,24 @@ def test_gradients_near_eps_are_found_and_those_that_are_zero_are_not():
     detector = Detector(Rules())
     shares = {"far": 1e-6, "near": 0.1, "gone": 0.6, "zero": 1.0}
     found = {n: tensor(eps_share=x, grad_rms=0.0 if n == "zero" else 1e-8 * (1 / x - 1)) for n, x in shares.items()}
-    (alarm,) = detector.see_tensors(1, found, {"gone": {"eps": 1e-8}})
+    (alarm,) = detector.check_tensors(1, found, {"gone": {"eps": 1e-8}})
     assert (alarm.kind, alarm.where, alarm.also) == ("gradient near eps", "gone", ("near",))
     assert "now 1e-08" in alarm.advice
 
 
 def test_attention_logits_near_the_critical_value():
     detector = Detector(Rules())
-    assert detector.see_layers(1, {"a": {"logit_max": 999.0, "entropy": 1.0}}) == []
-    (alarm,) = detector.see_layers(2, {"a": {"logit_max": 1000.0, "entropy": 1.0}})
+    assert detector.check_layers(1, {"a": {"logit_max": 999.0, "entropy": 1.0}}) == []
+    (alarm,) = detector.check_layers(2, {"a": {"logit_max": 1000.0, "entropy": 1.0}})
     assert (alarm.kind, alarm.where) == ("attention logits", "a")
     assert "qk-norm" in alarm.advice
-    (broken,) = detector.see_layers(3, {"b": {"out_rms": math.nan, "out_max": math.nan}})
+    (broken,) = detector.check_layers(3, {"b": {"out_rms": math.nan, "out_max": math.nan}})
     assert (broken.kind, broken.where) == ("non-finite", "b")
 
 
 def drift(signal: str, value: "list[float]", window: int = 10) -> list[Alarm]:
     detector = Detector(Rules(ignore=0, window=window, fewest=1))
-    return [a for step, x in enumerate(value, 1) for a in detector.see_drift(step, {("output", signal): x})]
+    return [a for step, x in enumerate(value, 1) for a in detector.check_drift(step, {("output", signal): x})]
 
 
 def test_drift_is_one_way_and_far():
@@ -161,8 +161,8 @@ def test_a_resume_continues_every_window_exactly():
     def see(detector: Detector, step: int) -> list[Alarm]:
         loss = 2 + 0.1 * math.sin(step) + (3.0 if step in (71, 74, 90) else 0)
         found = {"a": tensor(rms=1 + 0.01 * (step % 7) + (2 if step in (70, 76) else 0), grad_rms=1.0 / step)}
-        alarms = detector.see_loss(step, loss if step != 65 else math.nan) + detector.see_tensors(step, found, {})
-        return alarms + detector.see_drift(step, {("output", "logz"): 0.3 * step})
+        alarms = detector.check_loss(step, loss if step != 65 else math.nan) + detector.check_tensors(step, found, {})
+        return alarms + detector.check_drift(step, {("output", "logz"): 0.3 * step})
 
     rules = Rules(ignore=0, window=13, fewest=5)
     whole, first = Detector(rules), Detector(rules)
@@ -182,7 +182,7 @@ def test_a_state_is_a_copy():
     state = detector.state_dict()
     losses(detector, calm(5), 6)
     assert len(state["losses"]) == 5
-    with pytest.raises(ValueError, match="no state of a watcher: it has no losses"):
+    with pytest.raises(ValueError, match="not a detector state: missing losses"):
         detector.load_state_dict({})
 
 

@@ -1,4 +1,4 @@
-"""Signals are those of their definitions, in float64, for every optimizer and every way a state is kept."""
+"""Signals equal their definitions in float64, for every optimizer and every storage of its state."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.conftest import seed
 from trimtab import optim
-from trimtab.ops.quadratic import decode_moments
+from trimtab.ops.step.quadratic import decode_moments
 from trimtab.watch import Watch
 
 SHAPES = {"matrix": (80, 96), "vector": (33,), "image": (4, 3, 5, 5), "scalar": ()}

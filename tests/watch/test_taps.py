@@ -1,4 +1,4 @@
-"""Statistics of layers are those of their definitions, and only of training steps."""
+"""Layer statistics equal their definitions, and are recorded in training steps only."""
 
 import math
 
@@ -31,17 +31,17 @@ def train(model: GPT, watch: Watch, optimizer: torch.optim.Optimizer, parts: int
     watch.step()
 
 
-def hear(model: GPT) -> dict[str, Tensor]:
-    heard: dict[str, Tensor] = {}
-    with listen(model, lambda name, x: heard.setdefault(name, x.double()), "*"), torch.no_grad():
+def record(model: GPT) -> dict[str, Tensor]:
+    values: dict[str, Tensor] = {}
+    with listen(model, lambda name, x: values.setdefault(name, x.double()), "*"), torch.no_grad():
         model.loss(*batch())
-    return heard
+    return values
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_statistics_of_layers(parts):
     model = build()
-    expected = hear(model)
+    expected = record(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     watch = Watch(model, optimizer, deep_every=1, taps="*")
     train(model, watch, optimizer, parts)
@@ -68,7 +68,7 @@ def test_statistics_of_layers(parts):
         assert totals[name] == pytest.approx(float(x), rel=1e-3, abs=1e-6)
 
 
-def test_layers_are_heard_at_deep_steps_only_and_never_during_an_evaluation():
+def test_layers_are_values_at_deep_steps_only_and_never_during_an_evaluation():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     watch = Watch(model, optimizer, deep_every=3)

@@ -1,36 +1,75 @@
-"""Words a person typed, turned into one call.
+"""Command-line interface. A command is a function; tyro parses its arguments (options.py).
 
-lab.py      trimtab lab, report DIR, predict DIR, tune-seqlen RECIPE     many runs: will this recipe blow up?
-runs.py     trimtab train RECIPE, resume DIR                             one run
-            trimtab eval DIR, sample DIR, watch DIR, explain DIR         what it is worth, and what happened in it
-about.py    trimtab recipes, schedule RECIPE, doctor                     what there is, and is it well?
+lab.py      lab, report, predict, tune-seqlen              studies of many runs
+runs.py     train, resume, eval, sample, watch, explain    one run
+about.py    recipes, schedule, doctor                      recipes and the installation
+
+Exit codes: 0; 1 if the run failed, and for a bug; 2 for bad input; 130 and 143 after Ctrl-C and SIGTERM.
 """
 
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from trimtab.cli import about, lab, runs, words
-from trimtab.cli.words import BAD_INPUT, VERBS, did_you_mean, refuse
+from trimtab.cli import about, lab, options, runs
+from trimtab.cli.options import BAD_INPUT, FAILED, INTERRUPTED
 
-__all__ = ["VERBS", "about", "lab", "main", "runs", "words"]
+__all__ = ["COMMANDS", "about", "lab", "main", "options", "runs"]
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "lab": lab.lab,
+    "report": lab.report,
+    "predict": lab.predict,
+    "tune-seqlen": lab.tune_seqlen,
+    "train": runs.train,
+    "resume": runs.resume,
+    "eval": runs.evaluate,
+    "sample": runs.sample,
+    "watch": runs.watch,
+    "explain": runs.explain,
+    "recipes": about.recipes,
+    "schedule": about.schedule,
+    "doctor": about.doctor,
+}
+BUG = "this is a bug in trimtab: please report it with this traceback at the project's issue tracker"
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
     """The `trimtab` command."""
-    given = list(sys.argv[1:] if words is None else words)
-    if not given or given[0] in ("-h", "--help"):
-        print(_help())
-        sys.exit(0 if given else BAD_INPUT)
-    verb, *rest = given
-    if verb not in VERBS:
-        refuse(f"unknown command {verb!r}{did_you_mean(verb, VERBS)} `trimtab --help` lists them")
-    sys.exit(VERBS[verb][1](rest))
+    call = options.parse(COMMANDS, list(sys.argv[1:] if words is None else words))
+    try:
+        code = call()
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was saved", file=sys.stderr)
+        code = INTERRUPTED
+    except Exception as error:
+        code = report_error(error)
+    sys.exit(code)
 
 
-def _help() -> str:
-    lines = ["usage: trimtab COMMAND ...", "", "Stable, low-precision, memory-lean Transformer training.", ""]
-    order = [lab.__name__, runs.__name__, about.__name__]
-    verbs = sorted(VERBS.items(), key=lambda item: order.index(item[1][1].__module__))
-    lines += [f"  {name:12} {summary}" for name, (summary, _) in verbs]
-    return "\n".join([*lines, "", "`trimtab COMMAND --help` says what a command takes."])
+def report_error(error: Exception) -> int:
+    """Print an error in one line if the user or the machine caused it, otherwise as a bug; return the exit code."""
+    from trimtab.train import ProcessLost
+
+    if is_bad_input(error) or isinstance(error, OSError | ProcessLost):
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT if is_bad_input(error) else FAILED
+    traceback.print_exception(error)
+    print(BUG, file=sys.stderr)
+    return FAILED
+
+
+def is_bad_input(error: Exception) -> bool:
+    """Whether a check of Trimtab raised the error. A ValueError from any other place is a bug."""
+    from trimtab.extras import MissingExtra
+    from trimtab.runs import RunError
+    from trimtab.train import CheckpointError
+    from trimtab.train.config import ConfigError
+
+    if isinstance(error, ConfigError | RunError | CheckpointError | MissingExtra | PermissionError):
+        return True
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(__file__).parent.parent in Path(raised.filename).parents
+    return isinstance(error, ValueError) and ours and (raised.line or "").startswith("raise ")

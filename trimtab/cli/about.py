@@ -1,44 +1,35 @@
-"""What there is: recipes, what they will do, and what serves each op here."""
+"""Commands about recipes and about this installation."""
 
 from pathlib import Path
 
-from trimtab.cli.words import BAD_INPUT, find_recipe, guarded, list_recipes, override, parse, take, verb
+from trimtab.cli.options import Fields, Recipe, configure, list_recipes
 
 
-@verb("recipes", "the runs that have a name")
-def _recipes(words: list[str]) -> int:
-    def recipes_() -> int:
-        """List the runs that have a name."""
-        print(list_recipes())
-        return 0
-
-    return parse(recipes_, words, "recipes")
+def recipes() -> int:
+    """List the recipes."""
+    print(list_recipes())
+    return 0
 
 
-@verb("schedule", "what a recipe will do: learning rate, length and batch over the run")
-def _schedule(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print("usage: trimtab schedule RECIPE [--svg FILE] [--FIELD VALUE ...]")
-        return 0 if words else BAD_INPUT
-    svg, rest = take(words[1:], "--svg")
-    config = override(find_recipe(words[0]), rest, f"trimtab schedule {words[0]}")
+def schedule(recipe: Recipe, /, *, svg: Path | None = None, fields: Fields = ()) -> int:
+    """Show learning rate, sequence length and batch size over a run, without training.
+
+    Args:
+        svg: also write the drawing to this file
+    """
+    config = configure(recipe, fields, "schedule")
     from trimtab.train.plan import draw_plan
 
-    picture = guarded(lambda: draw_plan(config))
-    print(picture.text)
+    drawing = draw_plan(config)
+    print(drawing.text)
     if svg is not None:
-        guarded(lambda: Path(svg).write_text(picture.svg))
+        svg.write_text(drawing.svg)
         print(f"wrote {svg}")
     return 0
 
 
-@verb("doctor", "which kernel serves each op here and why, and whether all are well")
-def _doctor(words: list[str]) -> int:
-    return parse(doctor, words, "doctor")
-
-
 def doctor() -> int:
-    """Say which kernel serves each op on this machine and why, and check every one of them.
+    """Self-test: which kernels are available, and do they match the reference?
 
     Exits with 1 if something expected is broken.
     """
@@ -61,5 +52,5 @@ def doctor() -> int:
     for line in report.broken:
         console.print(f"[red]broken[/] {line}", highlight=False)
     if not report.broken:
-        console.print("[green]well[/] every op agrees with its reference", highlight=False)
+        console.print("[green]ok[/] every op matches its reference", highlight=False)
     return 1 if report.broken else 0

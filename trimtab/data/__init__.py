@@ -1,4 +1,4 @@
-"""BATCHES: text, token files and image-caption pairs; the same order on every machine, a position that can be saved."""
+"""BATCHES of text, token files and image-caption pairs: the same order on every machine, resumable at any position."""
 
 from trimtab.data.batches import TextBatches
 from trimtab.data.cache import cache_dir

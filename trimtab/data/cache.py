@@ -2,9 +2,8 @@
 
     <name>.<pid>-<random>.tmp/  --fill-->  --fsync-->  --rename-->  <name>/
 
-A folder under its final name is therefore whole, whoever was killed. Of two processes that start at once one waits
-for the other; on a file system without locks both fill a folder of their own and the second rename loses, which costs
-time and nothing else.
+A folder under its final name is therefore complete, even if a process was killed. If two processes start together, one
+waits for the other. On a file system without locks both fill a folder, and the second rename has no effect.
 """
 
 import errno
@@ -17,31 +16,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows: no advisory locks, see above
-    fcntl = None  # type: ignore[assignment]
+from filelock import FileLock
+from platformdirs import user_cache_path
 
 
 def cache_dir(cache: str | Path | None = None) -> Path:
-    """The given folder, or $XDG_CACHE_HOME/trimtab, or ~/.cache/trimtab."""
+    """The given folder, or $XDG_CACHE_HOME/trimtab, or the system's cache folder (Linux: ~/.cache/trimtab)."""
     if cache is not None:
         return Path(cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trimtab"
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    return Path(chosen) / "trimtab" if chosen else user_cache_path("trimtab", appauthor=False)
 
 
 def build_folder(target: Path, fill: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
-    """Make `target` a folder that `is_whole`, calling `fill(empty folder)` unless it already is one."""
+    """Make `target` a folder for which `is_whole` is true, by `fill(empty folder)` unless it already is one."""
     if is_whole(target):
         return
     with explained(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target) as alone:
-            if alone:
-                _sweep(target)
-            if is_whole(target):  # the process we waited for has made it
+            if alone:  # remove what killed processes left: no other process is writing
+                for left in target.parent.glob(f"{target.name}.*.tmp"):
+                    shutil.rmtree(left, ignore_errors=True)
+            if is_whole(target):  # built by the process that held the lock before
                 return
-            work = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            work = _temporary(target)
             try:
                 work.mkdir()
                 fill(work)
@@ -52,10 +51,10 @@ def build_folder(target: Path, fill: Callable[[Path], None], is_whole: Callable[
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a small file so that no reader ever sees half of it."""
+    """Write a small file atomically."""
     with explained(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        work = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        work = _temporary(path)
         try:
             work.write_text(json.dumps(value, indent=1), encoding="utf-8")
             os.replace(work, path)
@@ -64,7 +63,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote; None where there is nothing readable, which means: make it again."""
+    """Read what `write_json` wrote; None if it is missing or damaged, so that the caller builds it again."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -74,45 +73,38 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turn the system's refusal to write in the cache into one line that says what to do."""
+    """Turn an OSError of the cache folder into one line with a remedy. Errors of other files are raised unchanged."""
     try:
         yield
     except OSError as error:
-        # A source that cannot be read is another matter, and its error names the file.
-        if error.filename is not None and not Path(error.filename).is_relative_to(folder):
-            blocked = any(parent == Path(error.filename) for parent in folder.parents)
-            if not blocked:
-                raise
+        path = None if error.filename is None else Path(error.filename)
+        if path is not None and not path.is_relative_to(folder) and path not in folder.parents:
+            raise
         raise ValueError(
             f"cannot write the cache {folder}: {error.strerror or error}; "
             "give another folder with cache=..., or set XDG_CACHE_HOME"
         ) from error
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
 @contextmanager
 def _locked(target: Path) -> Iterator[bool]:
-    """Hold the lock of a folder; False where the system has none. The lock dies with its process."""
-    if fcntl is None:
-        yield False
-        return
-    with open(target.with_name(f"{target.name}.lock"), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            alone = True
-        except OSError:  # some network file systems
-            alone = False
-        yield alone
-
-
-def _sweep(target: Path) -> None:
-    """Remove what killed processes left. Only the holder of the lock may: nobody else is writing."""
-    for left in target.parent.glob(f"{target.name}.*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Hold the lock of a folder. Yields False if the file system has no locks."""
+    lock = FileLock(target.with_name(f"{target.name}.lock"))
+    with suppress(OSError, NotImplementedError):
+        lock.acquire()
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def _sync(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
-        # Windows opens no folders, and needs a writable handle to sync a file.
+        # Windows cannot open folders, and needs a writable handle to sync a file.
         with suppress(PermissionError):
             handle = os.open(path, os.O_RDONLY)
             try:
@@ -129,7 +121,7 @@ def _rename(work: Path, target: Path, is_whole: Callable[[Path], bool]) -> None:
             raise
         if is_whole(target):
             return
-        # Something is in the way that is not whole, say a file cut by a full disk: it makes room.
+        # The target exists and is incomplete, for example after a full disk: replace it.
         aside = work.with_name(f"{work.name}.old.tmp")
         os.rename(target, aside)
         os.rename(work, target)

@@ -1,15 +1,15 @@
-"""Open a text as tokens on disk, packed: documents one after the other, one end token between two, no padding.
+"""Open a text as packed tokens on disk: documents one after the other, one end token between two, no padding.
 
     name or path --survey--> sha256, split --tokenize--> train.bin, validation.bin, tokenizer.json, meta.json
 
-Tokenizing happens once; afterwards the files are memory-mapped from the cache, where a folder is named by the sha256
-of the text and its tokenizer. A `.bin` file is nanoGPT's format, raw uint16 (uint32 if `meta.json` beside it says so),
-so such a folder opens here and a folder of this cache opens there.
+A text is tokenized once. Afterwards its files are memory-mapped from the cache, in a folder named by the sha256 of the
+text and its tokenizer. A `.bin` file is in nanoGPT's format, raw uint16 (uint32 if the `meta.json` beside it has that
+dtype), so nanoGPT can read a folder of this cache, and its folders open here.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,17 +24,17 @@ from trimtab.data.tokenizers import TextTokenizer, check_spec, load_tokenizer, m
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-FORMAT = 2  # of a cache folder; another one is another folder
+FORMAT = 2  # version of a cache folder, part of its name
 PIECES_AT_ONCE = 64  # at most a megabyte each: enough for `tokenizers` to use all cores
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of two splits and what is needed to read them.
+    """Tokens of two splits and their tokenizer.
 
     Attributes:
-        name: what it was opened by.
-        sha256: of the text (`sha256sum` of a file; of that command's output for several).
+        name: the argument of `open_corpus`.
+        sha256: of the text (`sha256sum` of a file; for several files, of that command's output).
         skipped: files left out because they are not text.
     """
 
@@ -51,7 +51,7 @@ class Corpus:
 
     @property
     def end(self) -> int | None:
-        """The token between documents; None in a token file that does not say."""
+        """The token between documents; None if unknown, as in some token files."""
         return self.tokenizer.end
 
     def tokens(self, split: str) -> NDArray[Any]:
@@ -67,13 +67,12 @@ class Corpus:
         return self.tokenizer.decode(ids)
 
     def verify(self) -> None:
-        """Read every token file again and compare its sha256. Opening looks at sizes only: this takes its time."""
+        """Read every token file again and compare its sha256. (Opening a corpus compares sizes only.)"""
         for path, expected in self.files.items():
             found = hash_file(path)
             if found != expected:
-                raise ValueError(
-                    f"{path} has changed: sha256 {found[:16]}, expected {expected[:16]}; delete its folder"
-                )
+                change = f"sha256 {found[:16]}, expected {expected[:16]}"
+                raise ValueError(f"{path} has changed: {change}; delete its folder")
 
 
 def open_corpus(
@@ -84,24 +83,19 @@ def open_corpus(
     Args:
         name_or_path: "stdlib", a text file, a folder of text, a `.bin` file or a folder with `train.bin`, or
             "hf:<dataset>", "hf:<dataset>:<config>", "hf:<folder of save_to_disk>".
-        tokenizer: "bytes", "bpe:<vocabulary>" or "file:<tokenizer.json>". A token file keeps its own ids: there only
-            "file:" has a meaning.
-        cache: folder for tokens; $XDG_CACHE_HOME/trimtab or ~/.cache/trimtab if not given.
+        tokenizer: "bytes", "bpe:<vocabulary>" or "file:<tokenizer.json>". For token files, whose ids are fixed, only
+            "file:" is possible.
+        cache: folder for tokens; by default see `cache_dir`.
     """
     name, root = str(name_or_path), cache_dir(cache)
     if holds_tokens(Path(name).expanduser()):
         splits, own, sha256, files = open_token_files(Path(name).expanduser(), tokenizer, root)
         return Corpus(name, sha256, own, splits, files)
     check_spec(tokenizer)
-    return _open_source(_find(name), tokenizer, root)
-
-
-def _find(name: str) -> Source:
     if name == "stdlib":
-        return find_stdlib()
-    if name.startswith("hf:"):
-        return find_dataset(name)
-    return find_files(Path(name).expanduser())
+        return _open_source(find_stdlib(), tokenizer, root)
+    source = find_dataset(name) if name.startswith("hf:") else find_files(Path(name).expanduser())
+    return _open_source(source, tokenizer, root)
 
 
 def _open_source(source: Source, spec: str, root: Path) -> Corpus:
@@ -123,13 +117,13 @@ def _open_source(source: Source, spec: str, root: Path) -> Corpus:
 
 def _folder(root: Path, sha256: str, spec: str) -> Path:
     kind, _, rest = spec.partition(":")
-    if kind == "file":  # by content: the file may change
+    if kind == "file":  # by content, because the file may change
         rest = hash_file(Path(rest))[:16]
     return root / "corpora" / f"{sha256[:32]}-{'-'.join(filter(None, (kind, rest)))}-v{FORMAT}"
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether every token is there. Sizes only: `Corpus.verify` reads it all."""
+    """Whether all files are complete, judged by their sizes."""
     meta = read_json(folder / "meta.json")
     if meta is None:
         return False
@@ -157,26 +151,13 @@ def _fill(folder: Path, survey: Survey, spec: str) -> None:
 
 
 def pack(documents: Documents, tokenizer: TextTokenizer) -> Iterator[NDArray[Any]]:
-    """The tokens of all documents in order, one end between two."""
+    """The tokens of all documents in order, one end token between two."""
     end, begun = np.array([tokenizer.end]), False
-    for starts, pieces in _in_groups(documents()):
-        for start, ids in zip(starts, tokenizer.encode_many(pieces), strict=True):
-            if start and begun:
+    pieces = ((number == 0, piece) for document in documents() for number, piece in enumerate(document))
+    while group := list(islice(pieces, PIECES_AT_ONCE)):
+        encoded = tokenizer.encode_many([piece for _, piece in group])
+        for (is_first, _), ids in zip(group, encoded, strict=True):
+            if is_first and begun:
                 yield end
             begun = True
             yield ids
-
-
-def _in_groups(documents: Iterable[Iterator[bytes]]) -> Iterator[tuple[list[bool], list[bytes]]]:
-    """Pieces to encode together, each with whether it starts a document."""
-    starts: list[bool] = []
-    pieces: list[bytes] = []
-    for document in documents:
-        for number, piece in enumerate(document):
-            starts.append(number == 0)
-            pieces.append(piece)
-            if len(pieces) == PIECES_AT_ONCE:
-                yield starts, pieces
-                starts, pieces = [], []
-    if pieces:
-        yield starts, pieces

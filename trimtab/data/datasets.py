@@ -2,7 +2,7 @@
 
     hf:roneneldan/TinyStories          hf:Salesforce/wikitext:wikitext-2-raw-v1          hf:/folder/of/save_to_disk
 
-The dataset's own split is kept if it has one called validation (or test); otherwise rows are split by their hash.
+If the dataset has a split called validation (or test), it is used; otherwise rows are split by their hash.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ COLUMN = "text"
 
 
 def find_dataset(name: str) -> Source:
-    """Load a dataset named `hf:...`; what it downloads is kept by the package `datasets`."""
+    """Load a dataset named `hf:...`. The package `datasets` keeps its own cache of downloads."""
     library = load_extra("datasets", extra="hf", purpose=f"corpus {name!r}")
     parts = _parts(_load(library, name.removeprefix("hf:")), name)
-    # `datasets` gives every table a fingerprint that changes with its content.
+    # The fingerprint of a table changes with its content.
     marks = [f"{split}:{table._fingerprint}" for split, table in sorted(parts.items())]
     return Source(name, hashlib.sha256("\n".join([name, *marks]).encode()).hexdigest(), lambda: _survey(name, parts))
 
@@ -31,12 +31,12 @@ def _load(library: Any, name: str) -> Any:
             return library.load_from_disk(name)
         path, _, config = name.partition(":")
         return library.load_dataset(path, config or None)
-    except Exception as error:  # network, names and formats fail in many classes of several packages
+    except Exception as error:  # network, names and formats raise many classes of several packages
         raise ValueError(f"cannot load the dataset {name!r}: {type(error).__name__}: {error}") from error
 
 
 def _parts(loaded: Any, name: str) -> dict[str, Any]:
-    """Tables by split: `train` alone if the dataset has no other."""
+    """Tables by split: `train`, and `validation` if the dataset has one."""
     tables = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in tables:
         raise ValueError(f"{name} has the splits {', '.join(map(str, tables))} but no train")
@@ -57,15 +57,15 @@ def _survey(name: str, parts: dict[str, Any]) -> Survey:
     if not all(rows.values()):
         counts = ", ".join(f"{count} rows for {split}" for split, count in rows.items())
         raise ValueError(f"{name} has too little text to split: {counts}; give a larger dataset")
-    documents: dict[str, Documents] = {
-        split: lambda split=split: (_pieces(text) for text in _texts(parts, split))  # type: ignore[misc]
-        for split in rows
-    }
-    return Survey(digest.hexdigest(), documents)
+
+    def documents(split: str) -> Documents:
+        return lambda: (_pieces(text) for text in _texts(parts, split))
+
+    return Survey(digest.hexdigest(), {split: documents(split) for split in rows})
 
 
 def _texts(parts: dict[str, Any], split: str) -> Iterator[bytes]:
-    """Rows that are not empty, as UTF-8."""
+    """Non-empty rows as UTF-8."""
     own = split in parts and "validation" in parts
     for batch in (parts[split] if own else parts["train"]).iter(batch_size=1000):
         for row in batch[COLUMN]:

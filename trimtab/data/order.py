@@ -1,27 +1,28 @@
-"""The order of an epoch: a permutation computed, not stored.
+"""The order of the samples in an epoch: a permutation that is computed, not stored.
 
     place 0, 1, 2, ... of epoch e  --Feistel network, keyed by seed and e-->  window
 
-Any place of any epoch is found at once: nothing is shuffled in memory, resuming is one number, and the order is the
-same on every machine and with every version of numpy and torch, whose shuffles are not promised to stay.
+Every place of every epoch can be computed directly: nothing is shuffled in memory, one number is enough to resume, and
+the order is the same on every machine and with every version of numpy and torch, whose shuffles may change.
 
-The places are laid out in a rectangle of a x b, nearly square and hardly larger than needed. One round shifts every row
-by a number that depends on the row, the next every column by a number that depends on the column: nothing is lost, and
-after a few rounds nothing is where it was. What lands outside the places is fed in again until it does not.
+The places form a rectangle of a x b, nearly square and hardly larger than needed. One round shifts every row by a
+number that depends on the row, the next every column by a number that depends on the column. Each round is a bijection.
+Results outside the places are permuted again until they are inside.
 """
 
 import hashlib
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 6  # four make a pseudo-random permutation (Luby and Rackoff 1988); small sets have short sides
+ROUNDS = 6  # four make a pseudo-random permutation (Luby and Rackoff 1988); more because small sets have short sides
 
 
 def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where the given places of an epoch (each in 0 ... size - 1) lie: all of them together are 0 ... size - 1."""
-    assert places.size == 0 or 0 <= places.min() <= places.max() < size, "a place outside would be fed in for ever"
+    """Permute places in 0 ... size - 1 of an epoch."""
+    assert places.size == 0 or 0 <= places.min() <= places.max() < size, "a place outside would loop forever"
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     keys = epoch_keys(seed, epoch)
@@ -32,36 +33,49 @@ def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDAr
 
 
 def epoch_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Numbers that depend on seed and epoch and nothing else: one per round, and one to spare."""
+    """Numbers that depend only on seed and epoch: one per round, and one more."""
     return np.frombuffer(hashlib.sha512(f"{seed}:{epoch}".encode()).digest(), "<u8").astype(np.uint64)[: ROUNDS + 1]
 
 
-def check_share(batch: int, world: int) -> int:
-    """Rows of each process, or why the global batch does not split."""
-    if type(batch) is not int or batch < 1:
-        raise ValueError(f"batch must be a positive integer, got {batch!r}")
-    if batch % world:
-        nearest = max(round(batch / world), 1) * world
-        raise ValueError(f"batch={batch} does not split over world={world} processes; try batch={nearest}")
-    return batch // world
+class Ordered:
+    """Base of endless batches: a position in the order that a seed defines, and this process's part of each batch.
 
+    Attributes:
+        position: rows returned so far, by all processes together.
+    """
 
-def check_rank(rank: int, world: int) -> None:
-    if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"rank must be in 0 ... world - 1, got rank={rank}, world={world}")
+    def __init__(self, seed: int, rank: int, world: int, identity: dict[str, Any]) -> None:
+        """`identity` is what a position belongs to: the data, the split and so on."""
+        if world < 1 or not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0 ... world - 1, got rank={rank}, world={world}")
+        self.seed, self.rank, self.world, self.position = seed, rank, world, 0
+        self._identity = {**identity, "seed": seed}
 
+    def share(self, batch: int) -> int:
+        """Rows of each process in a global batch."""
+        if type(batch) is not int or batch < 1:
+            raise ValueError(f"batch must be a positive integer, got {batch!r}")
+        if batch % self.world:
+            nearest = max(round(batch / self.world), 1) * self.world
+            raise ValueError(f"batch={batch} does not split over world={self.world} processes; try batch={nearest}")
+        return batch // self.world
 
-def read_position(state: dict[str, object], expected: dict[str, object]) -> int:
-    """The position in a saved state, after comparing everything else in it with what is open now."""
-    for key, value in expected.items():
-        if key not in state:
-            raise ValueError(f"not a state of these batches: {key!r} is missing, it has {', '.join(map(repr, state))}")
-        if state[key] != value:
-            raise ValueError(f"the saved position is of {key}={state[key]!r}, these batches have {key}={value!r}")
-    position = state.get("position")
-    if type(position) is not int or position < 0:
-        raise ValueError(f"the saved position must be a count of rows, got {position!r}")
-    return position
+    def state(self) -> dict[str, Any]:
+        """The position and what it belongs to, as JSON."""
+        return {**self._identity, "position": self.position}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue exactly after `state`, with any number of processes."""
+        for key, value in self._identity.items():
+            if key not in state:
+                found = ", ".join(map(repr, state))
+                raise ValueError(f"not a state of these batches: {key!r} is missing, it has {found}")
+            if state[key] != value:
+                raise ValueError(f"the saved position is of {key}={state[key]!r}, these batches have {key}={value!r}")
+        position = state.get("position")
+        if type(position) is not int or position < 0:
+            raise ValueError(f"the saved position must be a count of rows, got {position!r}")
+        self.position = position
 
 
 def _feistel(numbers: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -71,11 +85,13 @@ def _feistel(numbers: NDArray[np.uint64], rows: int, columns: int, keys: NDArray
     for one, other in keys[:ROUNDS].reshape(-1, 2):
         column = (column + _mix(row + one) % b) % b
         row = (row + _mix(column + other) % a) % a
-    return row * b + column
+    numbers = row * b + column
+    return numbers
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser: every bit in changes half of the bits out. Overflow is meant."""
+    """The finaliser of splitmix64: every input bit changes half of the output bits. Overflow is intended."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(31))
+    return x

@@ -1,10 +1,10 @@
-"""Image-caption pairs for CLIP: opened once into one memory-mapped array, then served like text.
+"""Image-caption pairs for CLIP, stored in one memory-mapped array.
 
     emoji      pictures with their Unicode names (extra `clip`), about 1,900
     shapes     480 coloured shapes drawn here, for tests
     a path     webdataset shards: a folder, one .tar, or name-{000..017}.tar
 
-Pairs with the pixels or the caption of another are dropped, and the split is by the hash of the concept.
+Pairs whose pixels or caption equal those of an earlier pair are dropped. The split is by the hash of the concept.
 """
 
 import hashlib
@@ -20,33 +20,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.data.cache import build_folder, cache_dir, read_json, write_json
-from trimtab.data.order import check_rank, check_share, permute, read_position
+from trimtab.data.order import Ordered, permute
 from trimtab.data.pictures import Pair, draw_emoji, draw_shapes, drop_duplicates, emoji_versions
 from trimtab.data.shards import find_shards, read_pairs
 from trimtab.data.sources import fingerprint_files, hash_file, is_validation
 
 FORMAT = 1  # of a cache folder
 SMALLEST, LARGEST = 8, 512  # pixels per side
-# Those of the pictures CLIP was trained on (Radford et al. 2021), which every CLIP since expects.
+# Of the pictures that CLIP was trained on (Radford et al. 2021); CLIP models expect them.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pictures of two splits with their captions.
-
-    Attributes:
-        size: pixels per side.
-        sha256: of all pixels and captions.
-    """
+    """Pictures of two splits with their captions. `size` is in pixels per side, `sha256` of all pixels and captions."""
 
     name: str
     size: int
     sha256: str
     pixels: NDArray[np.uint8]  # [pairs, S, S, 3], memory-mapped
     texts: list[tuple[str, str]]  # caption and concept of each
-    splits: dict[str, NDArray[np.int64]]  # which pairs
+    splits: dict[str, NDArray[np.int64]]  # indices of pairs
 
     def indices(self, split: str) -> NDArray[np.int64]:
         if split not in self.splits:
@@ -60,22 +55,22 @@ class Pairs:
         return [self.texts[i][1] for i in self.indices(split)]
 
     def load(self, split: str) -> tuple[Tensor, list[str]]:
-        """All of a split at once, for evaluation: float32 [pairs, 3, S, S], normalised, and the captions."""
+        """A whole split, for evaluation: float32 [pairs, 3, S, S], normalised, and the captions."""
         return normalize(self.pixels[self.indices(split)]), self.captions(split)
 
     def pairs(self, split: str) -> Iterator[Pair]:
-        """As they were drawn, for `pack_pairs`."""
+        """The unnormalised pairs, for `pack_pairs`."""
         return (Pair(np.array(self.pixels[i]), *self.texts[i]) for i in self.indices(split))
 
 
-class PairBatches:
-    """Endless batches of pairs, in an order that depends on the seed alone.
+class PairBatches(Ordered):
+    """Endless batches of pairs, in an order that depends only on the seed.
 
-    No pair is twice in a batch, which would make its own picture a wrong answer: the end of an epoch that is too small
-    for a batch is passed over, and another permutation follows.
+    A pair is never twice in a batch, because its own picture would then count as a wrong answer. The end of an epoch is
+    therefore skipped if it is smaller than a batch.
 
     Args:
-        tokenizer: from captions to ids; without one `captions` stay text.
+        tokenizer: from captions to ids; without one `captions` are strings.
     """
 
     def __init__(
@@ -88,13 +83,11 @@ class PairBatches:
         world: int = 1,
         tokenizer: Callable[[list[str]], Tensor] | None = None,
     ) -> None:
-        check_rank(rank, world)
+        super().__init__(seed, rank, world, {"pairs": pairs.sha256, "split": split})
         self.pairs, self.split, self.tokenizer = pairs, split, tokenizer
         self.chosen = pairs.indices(split)
         if not len(self.chosen):
             raise ValueError(f"the {split} split of {pairs.name} is empty")
-        self.seed, self.rank, self.world, self.position = seed, rank, world, 0
-        self._identity = {"pairs": pairs.sha256, "split": split, "seed": seed}
 
     @property
     def epoch(self) -> float:
@@ -102,7 +95,7 @@ class PairBatches:
 
     def next(self, batch: int) -> dict[str, Any]:
         """This process's pairs of the next global batch: `images` float32 [batch / world, 3, S, S] and `captions`."""
-        share, size = check_share(batch, self.world), len(self.chosen)
+        share, size = self.share(batch), len(self.chosen)
         if batch > size:
             raise ValueError(
                 f"batch={batch} is more than the {size} pairs of {self.pairs.name}; try batch={size} or less"
@@ -117,15 +110,9 @@ class PairBatches:
         images = normalize(self.pairs.pixels[chosen])
         return {"images": images, "captions": self.tokenizer(captions) if self.tokenizer else captions}
 
-    def state(self) -> dict[str, Any]:
-        return {**self._identity, "position": self.position}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.position = read_position(state, self._identity)
-
 
 def open_pairs(name_or_path: str | Path = "emoji", *, size: int = 32, cache: str | Path | None = None) -> Pairs:
-    """Open pairs with pictures of size x size pixels, from the cache if they were opened before."""
+    """Open pairs with pictures of `size` x `size` pixels, from the cache if they were opened before."""
     if type(size) is not int or not SMALLEST <= size <= LARGEST:
         raise ValueError(f"size must be {SMALLEST} ... {LARGEST} pixels per side, got {size!r}; 32 is the default")
     name = str(name_or_path)
@@ -147,7 +134,7 @@ def normalize(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def _find(name: str, size: int) -> tuple[str, Callable[[], Iterator[Pair]]]:
-    """What names these pairs in the cache, and how to draw them."""
+    """The name of these pairs in the cache, and a function that reads or draws them."""
     if name == "shapes":
         return "shapes", lambda: draw_shapes(size)
     if name == "emoji":
@@ -160,21 +147,21 @@ def _find(name: str, size: int) -> tuple[str, Callable[[], Iterator[Pair]]]:
 
 
 def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> None:
-    """One pass, straight to disk: the count is known at the end, so the header is written then."""
-    texts, digest = [], hashlib.sha256()
+    """Write pixels to disk in one pass. The header of the array needs the count, so it is written at the end."""
+    texts = []
     with open(folder / "raw", "wb") as raw:
         for pair in drop_duplicates(pairs):
             raw.write(pair.pixels.tobytes())
             texts.append((pair.caption, pair.concept))
     if len(texts) < 2:
-        raise ValueError(f"{name} has {len(texts)} different pairs; two are the least that can be told apart")
+        raise ValueError(f"{name} has {len(texts)} different pairs; a contrastive loss needs at least two")
     flat = np.memmap(folder / "raw", np.uint8, mode="r", shape=(len(texts), size, size, 3))
     np.save(folder / "pixels.npy", flat)
     del flat
     (folder / "raw").unlink()
-    digest.update(hash_file(folder / "pixels.npy").encode() + json.dumps(texts).encode())
-    meta = {"texts": texts, "sha256": digest.hexdigest(), "bytes": (folder / "pixels.npy").stat().st_size}
-    write_json(folder / "meta.json", meta)
+    digest = hashlib.sha256(hash_file(folder / "pixels.npy").encode() + json.dumps(texts).encode()).hexdigest()
+    size_bytes = (folder / "pixels.npy").stat().st_size
+    write_json(folder / "meta.json", {"texts": texts, "sha256": digest, "bytes": size_bytes})
 
 
 def _is_whole(folder: Path) -> bool:

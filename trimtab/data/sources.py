@@ -1,43 +1,43 @@
-"""Where text comes from: files, folders and the Python standard library, split into training and validation.
+"""Text sources: files, folders and the Python standard library, split into training and validation.
 
-A source is surveyed before anything is written: every file is read once for its sha256 and to see that it is UTF-8
-text. Files are split by their hash, so a file stays on its side when others come and go, and copies of it stay
-together. A single file gives its last tenth; a folder with `train.*` and `valid.*` keeps its own split.
+A survey reads every file once, for its sha256 and to check that it is UTF-8 text, before anything is written. Files are
+split by their hash, so adding or removing files does not move others between splits, and copies stay together. The last
+tenth of a single file is validation; a folder with `train.*` and `valid.*` keeps its own split.
 
-Reading is by pieces of at most a megabyte cut at ends of lines, so that a corpus may be larger than the memory.
+Text is read in pieces of at most a megabyte, cut at line ends, so a corpus may be larger than the memory.
 """
 
 import codecs
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PIECE = 1 << 20  # bytes
 VALIDATION = 0.1  # share of the files, or of a single file's bytes
 VALIDATION_NAMES = ("val", "valid", "validation", "dev")
-# Tests are four fifths of what is left out, and hardly text: tables, byte strings, broken files kept on purpose.
+# Tests are large and hardly text: tables, byte strings, files that are broken on purpose.
 NOT_SOURCES = {"__pycache__", "site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test"}
 
-Documents = Callable[[], Iterator[Iterator[bytes]]]  # every document as pieces of UTF-8 text, as often as asked
+Documents = Callable[[], Iterator[Iterator[bytes]]]  # each call iterates over documents, as pieces of UTF-8 text
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What reading a source once has told."""
+    """The result of reading a source once."""
 
-    sha256: str  # of a file; for several, of the lines that `sha256sum` prints for them, sorted by name
+    sha256: str  # of a file; for several files, of the output of `sha256sum`, sorted by name
     documents: dict[str, Documents]  # by split
     skipped: tuple[str, ...] = ()  # files that are not text
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text that may or may not be in the cache already."""
+    """Text that may already be in the cache."""
 
     name: str
-    fingerprint: str  # cheap, and another one when the text changes: names, sizes and times, not contents
+    fingerprint: str  # of names, sizes and times; changes when the text changes
     survey: Callable[[], Survey]
 
 
@@ -51,16 +51,16 @@ class TextFile:
 
 
 def find_stdlib() -> Source:
-    """The sources of the running Python, without its tests: no download, and every machine has them."""
+    """The source code of the running Python without its tests: available everywhere without a download."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _walk(root, NOT_SOURCES) if path.suffix == ".py"]
     if not paths:
-        raise ValueError(f"this Python keeps no sources in {root}; give a file or a folder of text instead of 'stdlib'")
+        raise ValueError(f"this Python has no sources in {root}; give a file or a folder of text instead of 'stdlib'")
     return _make_source("stdlib", root, paths)
 
 
 def find_files(path: Path) -> Source:
-    """One text file, or every text file in a folder and below, hidden ones left out."""
+    """One text file, or all text files below a folder except hidden ones."""
     if path.is_file():
         return _make_source(str(path), path.parent, [path])
     if not path.is_dir():
@@ -72,7 +72,7 @@ def find_files(path: Path) -> Source:
 
 
 def sha256_of(paths: Iterable[tuple[str, str]]) -> str:
-    """The sha256 of many from (name, sha256) of each: what `sha256sum * | sha256sum` prints."""
+    """One sha256 for many files, from (name, sha256) of each: the output of `sha256sum * | sha256sum`."""
     return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in paths).encode()).hexdigest()
 
 
@@ -99,7 +99,7 @@ def fingerprint_files(paths: Iterable[Path]) -> str:
 
 
 def cut_pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces that end at an end of line, or at least of a character."""
+    """The same bytes in pieces that end at a line end, or at least at the end of a character."""
     rest = b""
     for chunk in chunks:
         rest += chunk
@@ -112,7 +112,7 @@ def cut_pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _make_source(name: str, root: Path, paths: list[Path]) -> Source:
-    # Sorted by name as text: the order must not depend on the system.
+    # Sorted by name: the order must not depend on the system.
     named = sorted((path.relative_to(root).as_posix(), path.resolve()) for path in paths)
     return Source(name, fingerprint_files(path for _, path in named), lambda: _survey(name, named))
 
@@ -133,38 +133,35 @@ def _survey(name: str, named: list[tuple[str, Path]]) -> Survey:
         digest, wrong = _inspect(path)
         if wrong:
             skipped.append(f"{relative} ({wrong})")
-        elif path.stat().st_size:  # an empty document would be two end tokens in a row
+        elif path.stat().st_size:  # an empty document would give two end tokens in a row
             files.append(TextFile(path, relative, digest, 0, path.stat().st_size))
     if not files:
         reason = f"not UTF-8 text: {skipped[0]}" if skipped else "empty"
         raise ValueError(f"{name} holds no text ({reason}); a corpus is UTF-8 text or a .bin file of tokens")
     sha256 = files[0].sha256 if len(named) == 1 else sha256_of((file.name, file.sha256) for file in files)
-    documents: dict[str, Documents] = {
-        split: lambda part=part: (_read(file) for file in part)  # type: ignore[misc]
-        for split, part in _split(files).items()
-    }
-    return Survey(sha256, documents, tuple(skipped))
+
+    def documents(part: list[TextFile]) -> Documents:
+        return lambda: (cut_pieces(_chunks(file)) for file in part)
+
+    return Survey(sha256, {split: documents(part) for split, part in _split(files).items()}, tuple(skipped))
 
 
 def _inspect(path: Path) -> tuple[str, str]:
-    """Return the sha256, and what keeps a file from being text, if anything."""
+    """Return the sha256, and why the file is not text ("" if it is)."""
     digest, decoder, wrong = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
     with open(path, "rb") as file:
-        while chunk := file.read(PIECE):
+        last = False
+        while not last:
+            chunk = file.read(PIECE)
+            last = not chunk
             digest.update(chunk)
-            if not wrong:
-                wrong = _find_wrong(decoder, chunk, False)
-    return digest.hexdigest(), wrong or _find_wrong(decoder, b"", True)
-
-
-def _find_wrong(decoder: codecs.IncrementalDecoder, chunk: bytes, final: bool) -> str:
-    if b"\0" in chunk:
-        return "has a zero byte"
-    try:
-        decoder.decode(chunk, final)
-    except UnicodeDecodeError as error:
-        return error.reason
-    return ""
+            try:
+                wrong = wrong or ("has a zero byte" if b"\0" in chunk else "")
+                if not wrong:
+                    decoder.decode(chunk, final=last)
+            except UnicodeDecodeError as error:
+                wrong = error.reason
+    return digest.hexdigest(), wrong
 
 
 def _split(files: list[TextFile]) -> dict[str, list[TextFile]]:
@@ -174,7 +171,7 @@ def _split(files: list[TextFile]) -> dict[str, list[TextFile]]:
     if named is not None:
         return named
     validation = [file for file in files if is_validation(file.sha256)]
-    if not validation:  # a few files may all have large hashes; the smallest one is what a larger share would take
+    if not validation:  # of a few files all hashes may be large: use the smallest, which a larger share would include
         validation = [min(files, key=lambda file: file.sha256)]
     train = [file for file in files if file not in validation]
     if not train:
@@ -183,7 +180,7 @@ def _split(files: list[TextFile]) -> dict[str, list[TextFile]]:
 
 
 def _split_by_name(files: list[TextFile]) -> dict[str, list[TextFile]] | None:
-    """The split a folder brings: nothing but `train`, a validation name and perhaps `test`, which stays unread."""
+    """The folder's own split, if all files are called `train`, a validation name, or `test` (which is not read)."""
     parts: dict[str, list[TextFile]] = {"train": [], "validation": [], "test": []}
     for file in files:
         stem = file.path.name.split(".")[0]
@@ -196,7 +193,7 @@ def _split_by_name(files: list[TextFile]) -> dict[str, list[TextFile]] | None:
 
 
 def _split_one(file: TextFile) -> dict[str, list[TextFile]]:
-    """The last tenth, from the beginning of a line where there is one, else of a character."""
+    """The last tenth, starting at a line if possible, else at a character."""
     size = file.stop
     cut = size - max(int(size * VALIDATION), 1)
     with open(file.path, "rb") as handle:
@@ -208,32 +205,22 @@ def _split_one(file: TextFile) -> dict[str, list[TextFile]]:
         else:
             handle.seek(max(cut - 3, 0))
             cut = max(cut - 3, 0) + _character_start(handle.read(4), cut - max(cut - 3, 0))
-    parts = {"train": (0, cut), "validation": (cut, size)}
-    return {
-        split: [TextFile(file.path, file.name, file.sha256, start, stop)] if start < stop else []
-        for split, (start, stop) in parts.items()
-    }
+    parts = {"train": replace(file, stop=cut), "validation": replace(file, start=cut)}
+    return {split: [part] if part.start < part.stop else [] for split, part in parts.items()}
 
 
 def _character_start(text: bytes, cut: int) -> int:
-    """The last place at or before `cut` where no UTF-8 character is cut in two."""
+    """The last index at or before `cut` that is not inside a UTF-8 character."""
     start = cut
     while start > 0 and (start == len(text) or text[start] & 0xC0 == 0x80):
         start -= 1
-    # At the very end the last character may be whole.
-    return cut if cut == len(text) and _is_whole(text[start:]) else start
-
-
-def _is_whole(character: bytes) -> bool:
-    try:
-        character.decode()
+    if cut < len(text):
+        return start
+    try:  # at the very end the last character may be complete
+        text[start:].decode()
     except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _read(file: TextFile) -> Iterator[bytes]:
-    return cut_pieces(_chunks(file))
+        return start
+    return cut
 
 
 def _chunks(file: TextFile) -> Iterator[bytes]:
@@ -243,6 +230,8 @@ def _chunks(file: TextFile) -> Iterator[bytes]:
         while left:
             chunk = handle.read(min(PIECE, left))
             if not chunk:
-                raise ValueError(f"{file.path} became shorter while it was read; try again when nobody writes to it")
+                raise ValueError(
+                    f"{file.path} became shorter while it was read; try again when it is not being written"
+                )
             left -= len(chunk)
             yield chunk

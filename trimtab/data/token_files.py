@@ -1,8 +1,8 @@
-"""nanoGPT's token files: `.bin`, raw little-endian uint16 and nothing else, `train.bin` beside `val.bin`.
+"""nanoGPT's token files: `train.bin` and `val.bin`, raw little-endian uint16 without a header.
 
-They carry neither vocabulary nor tokenizer (nanoGPT keeps those in a pickle, which is never opened here). The
-vocabulary is the largest id plus one, unless a `tokenizer.json` is given or lies beside the file. A `meta.json` with
-{"dtype": "uint32"} beside it announces wide ids.
+They contain neither vocabulary nor tokenizer (nanoGPT keeps those in a pickle, which is not read here). The vocabulary
+is the largest id plus one, unless a `tokenizer.json` is given or is in the same folder. A `meta.json` with
+{"dtype": "uint32"} in the same folder means 32-bit ids.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def holds_tokens(path: Path) -> bool:
 def open_token_files(
     path: Path, spec: str, root: Path
 ) -> tuple[dict[str, NDArray[Any]], TextTokenizer, str, dict[Path, str]]:
-    """Return splits, tokenizer, sha256, and that of each file. A single file gives its last tenth to validation."""
+    """Return splits, tokenizer, sha256, and the sha256 of each file. The last tenth of a single file is validation."""
     files = _find(path)
     dtype = _dtype(files[0].parent)
     parts = [map_tokens(file, dtype.name) for file in files]
@@ -39,11 +39,13 @@ def open_token_files(
 
 
 def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """Memory-map a token file; reading is by the page, and processes share them."""
+    """Memory-map a token file."""
     kind = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size
     if size % kind.itemsize:
-        raise ValueError(f"{path} has {size} bytes, not a whole number of {dtype} tokens; it is cut or something else")
+        raise ValueError(
+            f"{path} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated, or another format"
+        )
     # An empty file cannot be mapped.
     return np.memmap(path, kind, mode="r") if size else np.empty(0, kind)
 
@@ -62,14 +64,14 @@ def _find(path: Path) -> list[Path]:
 
 
 def _dtype(folder: Path) -> np.dtype[Any]:
-    name = (read_json(folder / "meta.json") or {}).get("dtype", "uint16")
+    name: str = (read_json(folder / "meta.json") or {}).get("dtype", "uint16")
     if name not in ("uint16", "uint32"):
         raise ValueError(f"{folder / 'meta.json'} has dtype {name!r}; tokens are uint16 or uint32")
     return np.dtype(name)
 
 
 def _summary(files: list[Path], dtype: np.dtype[Any], root: Path) -> dict[str, Any]:
-    """The sha256 and the vocabulary, which take a reading of everything: remembered while the files stay the same."""
+    """The sha256 and the vocabulary. They need a full read, so they are cached while the files do not change."""
     resolved = [file.resolve() for file in files]
     listing = root / "listings" / f"{fingerprint_files(resolved)}-{dtype.name}.json"
     known = read_json(listing)
@@ -93,7 +95,7 @@ def _tokenizer(folder: Path, spec: str, vocab: int, dtype: np.dtype[Any]) -> Tex
         tokenizer = load_tokenizer(spec.removeprefix("file:"))
     elif spec != "bytes":
         raise ValueError(
-            f"{folder} holds tokens already; tokenizer={spec!r} cannot change them, 'file:...' names theirs"
+            f"{folder} holds tokens already; tokenizer={spec!r} cannot change them; try tokenizer='file:<their json>'"
         )
     else:
         tokenizer = load_tokenizer(beside) if beside.is_file() else Ids(vocab)
@@ -101,7 +103,7 @@ def _tokenizer(folder: Path, spec: str, vocab: int, dtype: np.dtype[Any]) -> Tex
         raise ValueError(f"{folder} has token {vocab - 1}, outside the tokenizer's vocabulary of {tokenizer.vocab}")
     if tokenizer.vocab > np.iinfo(dtype).max + 1:
         raise ValueError(
-            f"a vocabulary of {tokenizer.vocab} does not fit {dtype.name} tokens; if {folder} holds wider ones, "
+            f"a vocabulary of {tokenizer.vocab} does not fit {dtype.name} tokens; if {folder} holds 32-bit ids, "
             'put {"dtype": "uint32"} in its meta.json'
         )
     return tokenizer

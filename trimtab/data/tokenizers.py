@@ -1,11 +1,10 @@
-"""Text to token ids and back: one token per byte, or byte-pair encoding (BPE) learned from the corpus itself.
+"""Text to token ids and back: one token per byte, or byte-pair encoding (BPE) trained on the corpus.
 
-    bytes        257 ids: the bytes, and the end of a document. Nothing to learn, nothing to load.
-    bpe:4096     4096 ids: byte-level BPE as in GPT-2, trained offline by the package `tokenizers`, and the end.
-    file:x.json  a Hugging Face tokenizer.json, for token files made elsewhere.
+    bytes        257 ids: the bytes and the end of a document
+    bpe:4096     4096 ids: byte-level BPE as in GPT-2, trained by the package `tokenizers`, and the end of a document
+    file:x.json  a Hugging Face tokenizer.json, for token files made elsewhere
 
-The end token is no text: no document can contain it, however it is written, so documents never run into each other.
-All three give a text back exactly.
+No text encodes to the end token, so it always separates documents. All three decode to exactly the encoded text.
 """
 
 import json
@@ -19,30 +18,25 @@ from numpy.typing import NDArray
 
 from trimtab.extras import load_extra
 
-END = "<|end|>"  # how `decode` shows the end of a document
-FOREIGN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # what others call theirs
+END = "<|end|>"  # the end of a document in the output of `decode`
+FOREIGN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of other tokenizers
 SMALLEST_BPE = 257  # all bytes and the end
-LEARN_BYTES = 64 << 20  # BPE learns from the first 64 MB: later text hardly changes the merges
+LEARN_BYTES = 64 << 20  # BPE is trained on the first 64 MB: later text hardly changes the merges
 
 
 class TextTokenizer(ABC):
-    """What all share.
+    """Base class of text tokenizers."""
 
-    Attributes:
-        vocab: number of ids, the end among them.
-        end: the id between documents; None in a token file that does not say.
-    """
-
-    vocab: int
-    end: int | None
+    vocab: int  # number of ids, including the end token
+    end: int | None  # the id between documents; None if unknown, as in some token files
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end."""
+        """Ids of a text, without an end token."""
         ids: list[int] = self.encode_many([text.encode()])[0].tolist()
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, ends shown as `<|end|>`, bytes that are no character as U+FFFD."""
+        """The text of ids. End tokens become `<|end|>`, invalid UTF-8 becomes U+FFFD."""
         parts: list[list[int]] = [[]]
         for i in map(int, ids):
             if not 0 <= i < self.vocab:
@@ -59,11 +53,11 @@ class TextTokenizer(ABC):
 
     @abstractmethod
     def join(self, ids: list[int]) -> str:
-        """The text of ids that are not ends."""
+        """The text of ids without end tokens."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """JSON from which `load_tokenizer` makes it again."""
+        """JSON from which `load_tokenizer` restores it."""
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.describe()), encoding="utf-8")
@@ -83,7 +77,7 @@ class Bytes(TextTokenizer):
 
 
 class BPE(TextTokenizer):
-    """A tokenizer of the package `tokenizers`, given as its JSON. Without a token for the end it gets one more id."""
+    """A tokenizer of the package `tokenizers`, from its JSON. If it has no end token, one id is added."""
 
     def __init__(self, described: dict[str, Any]) -> None:
         library = load_extra("tokenizers", extra="hf", purpose="byte-pair encoding")
@@ -91,7 +85,7 @@ class BPE(TextTokenizer):
             self.inner = library.Tokenizer.from_str(json.dumps(described))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"not a tokenizer.json of the package tokenizers: {error}") from None
-        # "</s>" written in a document is four characters, not the end of it.
+        # "</s>" in a document is encoded as text, not as the end token.
         self.inner.encode_special_tokens = True
         self.inner.no_truncation()
         self.inner.no_padding()
@@ -113,25 +107,27 @@ class BPE(TextTokenizer):
 
 
 class Ids(TextTokenizer):
-    """The ids of a token file that came without its tokenizer."""
+    """The ids of a token file without its tokenizer."""
+
+    MISSING = "these tokens came without a tokenizer; open them with tokenizer='file:tokenizer.json'"
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
-        # nanoGPT's files are GPT-2's, whose last id ends a document; any other vocabulary does not say.
+        # nanoGPT uses GPT-2's vocabulary, in which the last id ends a document; for others it is unknown.
         self.end = 50256 if vocab == 50257 else None
 
     def encode_many(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
-        raise ValueError("these tokens came without a tokenizer; open them with tokenizer='file:tokenizer.json'")
+        raise ValueError(self.MISSING)
 
     def join(self, ids: list[int]) -> str:
-        raise ValueError("these tokens came without a tokenizer; open them with tokenizer='file:tokenizer.json'")
+        raise ValueError(self.MISSING)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "ids", "vocab": self.vocab}
 
 
 def make_tokenizer(spec: str, pieces: Iterable[bytes]) -> TextTokenizer:
-    """The tokenizer a spec names, trained on the pieces if it has to be."""
+    """The tokenizer of a spec; BPE is trained on the pieces."""
     check_spec(spec)
     kind, _, rest = spec.partition(":")
     if kind == "bytes":
@@ -140,19 +136,21 @@ def make_tokenizer(spec: str, pieces: Iterable[bytes]) -> TextTokenizer:
 
 
 def check_spec(spec: str) -> None:
-    """Refuse a spec before anything is read or written for it."""
+    """Refuse a wrong spec before anything is read or written."""
     kind, _, rest = spec.partition(":")
     if spec == "bytes" or (kind == "file" and rest):
         return
     if kind != "bpe" or not rest.isdecimal():
         raise ValueError(f"unknown tokenizer {spec!r}; try 'bytes', 'bpe:4096' or 'file:tokenizer.json'")
     if int(rest) < SMALLEST_BPE:
-        raise ValueError(f"tokenizer {spec!r} is too small for 256 bytes and an end; try 'bpe:{SMALLEST_BPE}' or more")
+        raise ValueError(
+            f"tokenizer {spec!r} has no room for 256 bytes and an end token; try 'bpe:{SMALLEST_BPE}' or more"
+        )
     load_extra("tokenizers", extra="hf", purpose=f"tokenizer {spec!r}")
 
 
 def train_bpe(pieces: Iterable[bytes], vocab: int) -> BPE:
-    """Learn merges until there are `vocab` ids with the end, or nothing is left to merge: `.vocab` says."""
+    """Train until there are `vocab` ids including the end token, or nothing is left to merge; see `.vocab`."""
     library = load_extra("tokenizers", extra="hf", purpose="training a byte-pair encoding")
     load_extra("tokenizers.trainers", extra="hf", purpose="training a byte-pair encoding")
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -179,7 +177,7 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
         return BPE(described["tokenizer"])
     if kind == "ids":
         return Ids(described["vocab"])
-    raise ValueError(f"{path} is no tokenizer: it has neither a 'model' nor one of the kinds bytes, bpe and ids")
+    raise ValueError(f"{path} is not a tokenizer: it has neither a 'model' nor one of the kinds bytes, bpe and ids")
 
 
 def _first(pieces: Iterable[bytes], count: int) -> Iterator[bytes]:

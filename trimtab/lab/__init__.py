@@ -1,10 +1,10 @@
-"""MANY RUNS: a study, its sweep, what the runs say together, and the page about it. `trimtab lab` is all of it.
+"""MANY RUNS: studies, and the sweep that runs them. `trimtab lab` also analyses the runs and writes the page.
 
-study = default_study()                             study.py, sizes.py, interventions.py, questions/
-sweep(study, "runs/lab")                            sweep.py, executors/, store.py, table.py
-findings = read(["runs/lab"])                       results.py, measure.py, fits.py, forecasts.py, verdict.py
-write_report(findings, Path("runs/lab/report.html"))        report/
-prediction_words(predict_size(findings, 1e9, lr=0.01))      predict.py, report/sentences.py
+study = default_study()                                     study.py, sizes.py, interventions.py, questions/
+sweep(study, "runs/lab")                                    sweep.py, executors/, store.py, table.py
+findings = read(["runs/lab"])                               trimtab.analysis
+write_report(findings, Path("runs/lab/report.html"))        trimtab.report
+prediction_words(predict_size(findings, 1e9, lr=0.01))
 """
 
 from trimtab.analysis.findings import Findings, read

@@ -1,10 +1,12 @@
-"""Interventions: named switches, each a short function from a config to a config.
+"""Interventions: named switches, each a function from a config to a config.
 
     apply(config, "qk-norm")           apply(config, "z-loss=1e-4")           apply(config, "8-bit=dynamic:256")
 
-A switch says what it changes and changes nothing else, so that two arms of a study differ by their switches alone.
-One that has no meaning for the subject is refused: an arm that is silently the other arm would be worse than none.
-Switches are applied in the order given; shares of the run (warm-up) are shares of its steps at that moment.
+A switch changes only what its description says, so two arms of a study differ only by their switches. A switch that
+does not apply to the subject is refused: otherwise two arms could be equal without notice. Switches are applied in the
+given order; a share of the run (warmup) is a share of its steps at that moment.
+
+A new intervention is a new row of SWITCHES.
 """
 
 import math
@@ -12,32 +14,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
-from trimtab.lab.subjects import did_you_mean, with_steps, with_values
+from trimtab.lab.subjects import with_steps
 from trimtab.train.config import (
     ConfigError,
-    GPTConfig,
     GPTRun,
     ModuleRun,
     OptimConfig,
     RunConfig,
+    did_you_mean,
     kind_of,
+    with_model,
 )
 
-# Where decay that follows the learning rate and decay that does not are the same (specs of the paper: 0.1 and 1e-4).
+# Learning rate at which coupled and independent weight decay are equal (in the paper 0.1 and 1e-4).
 SAME_DECAY_AT = 1e-3
+LINEARS = get_args(get_type_hints(get_type_hints(GPTRun)["model"])["linear"])
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One switch as somebody wrote it."""
+class Switch:
+    """A switch as given, and the config that it changes."""
 
     config: RunConfig
     name: str
-    value: str  # empty if none was given
+    value: str  # "" if none was given
     base_width: int | None
 
     def number(self, default: float | None = None, *, above: float | None = None, below: float = math.inf) -> float:
-        """The value as a number above one bound and below another; without the first, at least 0."""
+        """The value as a number between two bounds; without `above`, at least 0."""
         if not self.value and default is not None:
             return default
         try:
@@ -54,7 +58,7 @@ class Asked:
     def choice(self, default: str, choices: tuple[str, ...]) -> str:
         value = self.value or default
         if value not in choices:
-            raise ConfigError(f"{self.name}={value!r} is not known; try one of {', '.join(choices)}")
+            raise ConfigError(f"{self.name}={value!r} is unknown; try one of {', '.join(choices)}")
         return value
 
     def count(self) -> int:
@@ -62,22 +66,24 @@ class Asked:
             raise ConfigError(f"{self.name}={self.value!r} is not a whole number from 1; try {self.name}=1000")
         return int(self.value)
 
-    def nothing(self) -> None:
+    def flag(self) -> "Switch":
+        """The same switch, which takes no value."""
         if self.value:
             raise ConfigError(f"{self.name} takes no value, got {self.value!r}; try {self.name}")
+        return self
 
     def model(self, **changes: Any) -> RunConfig:
-        """The model with fields changed, if it has them."""
-        model: Any = self.config.model  # type: ignore[attr-defined]
+        """Change fields of the model, if it has them."""
+        model = self.config.model
         if isinstance(self.config, ModuleRun):
             raise ConfigError(
-                f"{self.name} changes a model of ours, and {model.build} is yours; give your function an option for "
-                "it, and sizes or studies that set it"
+                f"{self.name} changes Trimtab's own models, but {self.config.model.build} is yours; give your function "
+                "an option for it, and sizes or studies that set the option"
             )
         missing = [name for name in changes if not hasattr(model, name)]
         if missing:
             raise ConfigError(f"{self.name} does not apply to a {kind_of(self.config)}: its model has no {missing[0]}")
-        return replace(self.config, model=replace(model, **changes))  # type: ignore[call-arg]
+        return with_model(self.config, **changes)
 
     def optim(self, **changes: Any) -> RunConfig:
         return replace(self.config, optim=replace(self.config.optim, **changes))
@@ -86,19 +92,17 @@ class Asked:
         return replace(self.config, schedule=replace(self.config.schedule, **changes))
 
 
-Act = Callable[[Asked], RunConfig]
-SWITCHES: dict[str, tuple[str, Act]] = {}
-
-
 def apply(config: RunConfig, text: str, *, base_width: int | None = None) -> RunConfig:
-    """The config with one switch turned. `base_width` is where muParam starts: the smallest width of the study."""
+    """The config with one switch applied. `base_width`, for muParam, is the smallest width of the study."""
     name, equals, value = text.strip().partition("=")
     if name not in SWITCHES:
-        raise ConfigError(f"there is no switch {name!r}{did_you_mean(name, SWITCHES)} There are {', '.join(SWITCHES)}")
+        raise ConfigError(
+            f"there is no switch {name!r}.{did_you_mean(name, SWITCHES)} The switches are {', '.join(SWITCHES)}"
+        )
     if equals and not value:
-        raise ConfigError(f"{text!r} ends after the equals sign; try {name} alone, or a value")
+        raise ConfigError(f"{text!r} has no value after the equals sign; try {name} alone, or a value")
     try:
-        return SWITCHES[name][1](Asked(config, name, value, base_width))
+        return SWITCHES[name][1](Switch(config, name, value, base_width))
     except ConfigError:
         raise
     except ValueError as error:
@@ -106,219 +110,186 @@ def apply(config: RunConfig, text: str, *, base_width: int | None = None) -> Run
 
 
 def list_switches() -> list[tuple[str, str]]:
-    """Rows of (name, what it does)."""
+    """Rows of (name, description)."""
     return [(name, text) for name, (text, _) in SWITCHES.items()]
 
 
-def _switch(name: str, text: str) -> Callable[[Act], Act]:
-    def register(act: Act) -> Act:
-        SWITCHES[name] = text, act
-        return act
-
-    return register
+# --- Switches that need more than one expression
 
 
-# --- The model
-
-
-@_switch("qk-norm", "normalise queries and keys: =shared (one gain for all heads), per-head or whole")
-def _qk_norm(asked: Asked) -> RunConfig:
-    return asked.model(qk_norm=asked.choice("shared", ("shared", "per-head", "whole")))
-
-
-@_switch("z-loss", "keep the output logits from drifting: =1e-4, its weight")
-def _z_loss(asked: Asked) -> RunConfig:
-    return asked.model(z_loss=asked.number(1e-4, above=0))
-
-
-@_switch("kappa", "=x: give queries and keys this size, whatever they have learned")
-def _kappa(asked: Asked) -> RunConfig:
-    return asked.model(kappa=asked.number(above=0))
-
-
-@_switch("attention", "=squared-relu: attention without a softmax")
-def _attention(asked: Asked) -> RunConfig:
-    return asked.model(attention=asked.choice("squared-relu", ("softmax", "squared-relu")))
-
-
-@_switch("layer-scale", "a learned gain on each branch: =0, its first value")
-def _layer_scale(asked: Asked) -> RunConfig:
-    return asked.model(layer_scale=asked.number(0.0))
-
-
-@_switch("stable-embedding", "normalise what leaves the embedding, whose state keeps 32 bits")
-def _stable_embedding(asked: Asked) -> RunConfig:
-    asked.nothing()
-    return asked.model(embedding="stable")
-
-
-@_switch("mup", "muParam: =simple, intermediate or full; its base is the study's smallest width, or mup=simple:16")
-def _mup(asked: Asked) -> RunConfig:
-    kind, _, width = (asked.value or "simple").partition(":")
+def _mup(switch: Switch) -> RunConfig:
+    kind, _, width = (switch.value or "simple").partition(":")
     if kind not in ("simple", "intermediate", "full"):
-        raise ConfigError(f"mup={asked.value!r} is not known; try simple, intermediate or full, or simple:16")
+        raise ConfigError(f"mup={switch.value!r} is unknown; try simple, intermediate or full, or simple:16")
     if width and not (width.isdecimal() and int(width)):
-        raise ConfigError(f"mup={asked.value!r}: {width!r} is not a width; try mup={kind}:16")
-    base = int(width) if width else asked.base_width
+        raise ConfigError(f"mup={switch.value!r}: {width!r} is not a width; try mup={kind}:16")
+    base = int(width) if width else switch.base_width
     if base is None:
-        raise ConfigError(f"mup needs the width that it starts from; try mup={kind}:16")
-    return asked.model(mup=kind, mup_base_width=base)
+        raise ConfigError(f"mup needs a base width; try mup={kind}:16")
+    return switch.model(mup=kind, mup_base_width=base)
 
 
-@_switch("linear", "=KIND: how linear layers multiply: switchback, llm-int8, fp8-tensorwise, ...")
-def _linear(asked: Asked) -> RunConfig:
-    return asked.model(linear=asked.choice("switchback", get_args(get_type_hints(GPTConfig)["linear"])))
+def _decay(switch: Switch, *, independent: bool) -> RunConfig:
+    optim = switch.config.optim
+    scale = SAME_DECAY_AT ** (independent - optim.independent_decay)
+    return switch.optim(independent_decay=independent, weight_decay=switch.number(optim.weight_decay * scale))
 
 
-def _linear_kind(kind: str, text: str) -> None:
-    @_switch(kind, text)
-    def act(asked: Asked) -> RunConfig:
-        asked.nothing()
-        return asked.model(linear=kind)
+def _weight_decay(switch: Switch) -> RunConfig:
+    if switch.value.endswith("x"):
+        times = replace(switch, value=switch.value[:-1]).number()
+        return switch.optim(weight_decay=times * switch.config.optim.weight_decay)
+    return switch.optim(weight_decay=switch.number())
 
 
-_linear_kind("switchback", "int8 linears whose weight gradient is not quantized")
-_linear_kind("switchback-m", "the same, keeping int8 inputs for the backward pass")
-_linear_kind("switchback-q", "the same, with a scale per row of the weight")
-_linear_kind("llm-int8", "int8 linears, all three products")
-_linear_kind("fp8-switchback", "float8 linears whose weight gradient is not quantized")
-_linear_kind("fp8-tensorwise", "float8 linears with one scale per tensor: what diverges in large models")
-
-
-# --- The optimizer
-
-
-@_switch("independent-decay", "decay by weight_decay * lr / peak: =x, or the same as before at a peak of 1e-3")
-def _independent_decay(asked: Asked) -> RunConfig:
-    optim = asked.config.optim
-    same = optim.weight_decay * (1 if optim.independent_decay else SAME_DECAY_AT)
-    return asked.optim(independent_decay=True, weight_decay=asked.number(same))
-
-
-@_switch("coupled-decay", "decay by weight_decay * lr, as PyTorch does: =x, or the same as before at a peak of 1e-3")
-def _coupled_decay(asked: Asked) -> RunConfig:
-    optim = asked.config.optim
-    same = optim.weight_decay / (SAME_DECAY_AT if optim.independent_decay else 1)
-    return asked.optim(independent_decay=False, weight_decay=asked.number(same))
-
-
-@_switch("weight-decay", "=x, or =3x for three times what it is")
-def _weight_decay(asked: Asked) -> RunConfig:
-    if asked.value.endswith("x"):
-        times = replace(asked, value=asked.value[:-1]).number()
-        return asked.optim(weight_decay=times * asked.config.optim.weight_decay)
-    return asked.optim(weight_decay=asked.number())
-
-
-@_switch("eps", "=x: what Adam adds to the root of the second moment")
-def _eps(asked: Asked) -> RunConfig:
-    return asked.optim(eps=asked.number(above=0))
-
-
-@_switch("beta2", "=x: how long the second moment remembers")
-def _beta2(asked: Asked) -> RunConfig:
-    return asked.optim(betas=(asked.config.optim.betas[0], asked.number(above=0, below=1)))
-
-
-@_switch("stable-adamw", "shorten steps whose second moment is out of date")
-def _stable_adamw(asked: Asked) -> RunConfig:
-    asked.nothing()
-    return asked.optim(name="stable-adamw")
-
-
-@_switch("8-bit", "optimizer state in 8 bits: =codebook[:block], such as dynamic:256; tensors under 4096 keep 32")
-def _eight_bit(asked: Asked) -> RunConfig:
-    codebook, _, block = asked.value.partition(":")
+def _eight_bit(switch: Switch) -> RunConfig:
+    codebook, _, block = switch.value.partition(":")
     codebooks = get_args(get_type_hints(OptimConfig)["codebook"])
     if codebook and codebook not in codebooks:
-        raise ConfigError(f"8-bit={asked.value!r}: no codebook {codebook!r}; try one of {', '.join(codebooks)}")
-    size = replace(asked, name="8-bit=codebook:", value=block).count() if block else asked.config.optim.block
-    return asked.optim(bits=8, codebook=codebook or asked.config.optim.codebook, block=size)
+        raise ConfigError(f"8-bit={switch.value!r}: no codebook {codebook!r}; try one of {', '.join(codebooks)}")
+    size = replace(switch, name="8-bit=codebook:", value=block).count() if block else switch.config.optim.block
+    return switch.optim(bits=8, codebook=codebook or switch.config.optim.codebook, block=size)
 
 
-@_switch("clip", "=x: shorten gradients that are longer in all")
-def _clip(asked: Asked) -> RunConfig:
-    return asked.optim(clip_norm=asked.number(1.0, above=0))
+def _warmup(switch: Switch) -> RunConfig:
+    steps = round(switch.number(0.25, below=1) * switch.config.steps)
+    return switch.schedule(lr=replace(switch.config.schedule.lr, warmup=steps, warmup_unit="steps"))
 
 
-@_switch("no-clip", "take gradients as long as they are")
-def _no_clip(asked: Asked) -> RunConfig:
-    asked.nothing()
-    return asked.optim(clip_norm=None)
+def _seqlen_warmup(switch: Switch) -> RunConfig:
+    config, context = switch.config, switch.config.model.context
+    share = switch.number(0.3, above=0, below=1)
+    if context <= 8:
+        raise ConfigError(f"seqlen-warmup grows from 8 tokens, but rows have {context}; set model.context")
+    tokens = config.tokens or config.seqlen_warmup.count_tokens(config.batch, config.steps)
+    steps = max(round(share * config.steps), 1)
+    warm = replace(config.schedule.seqlen, start=8, multiple=8, steps=steps, kind="linear")
+    longer = warm.ending_at(context).count_steps(config.batch, tokens)
+    return replace(switch.schedule(seqlen=warm, lr=_decay_by_tokens(config)), tokens=tokens, steps=longer)
 
 
-# --- The schedule
-
-
-@_switch("warmup", "=0.25: share of the steps in which the learning rate rises")
-def _warmup(asked: Asked) -> RunConfig:
-    share = asked.number(0.25, below=1)
-    steps = round(share * asked.config.steps)
-    return asked.schedule(lr=replace(asked.config.schedule.lr, warmup=steps, warmup_unit="steps"))
-
-
-@_switch("seqlen-warmup", "=0.3: share of the steps in which sequences grow from 8; as many tokens, in more steps")
-def _seqlen_warmup(asked: Asked) -> RunConfig:
-    config, seqlen = asked.config, asked.config.schedule.seqlen
-    share = asked.number(0.3, above=0, below=1)
-    if seqlen.end <= 8:
-        raise ConfigError(f"seqlen-warmup grows from 8 tokens, and rows have {seqlen.end}; set schedule.seqlen.end")
-    tokens = config.tokens or seqlen.count_tokens(config.batch, config.steps)
-    warm = replace(seqlen, start=8, multiple=8, steps=max(round(share * config.steps), 1), kind="linear")
-    # By steps the learning rate would fall too early, when few tokens have been seen.
-    lr = replace(config.schedule.lr, decay=0, decay_unit="tokens")
-    longer = replace(asked.schedule(seqlen=warm, lr=lr), tokens=tokens, steps=warm.count_steps(config.batch, tokens))
-    return longer
-
-
-@_switch("batch-warmup", "=0.3: share of the samples in which the batch grows from an eighth; as many samples")
-def _batch_warmup(asked: Asked) -> RunConfig:
-    config = asked.config
-    share, total = asked.number(0.3, above=0, below=1), config.steps * config.batch
+def _batch_warmup(switch: Switch) -> RunConfig:
+    config = switch.config
+    share, total = switch.number(0.3, above=0, below=1), config.steps * config.batch
     start = config.batch // 8
     if not start or config.batch % 8:
-        raise ConfigError(f"batch-warmup starts with an eighth, and batch={config.batch} has none; try batch=16")
+        raise ConfigError(
+            f"batch-warmup starts with batch / 8, which batch={config.batch} does not allow; try batch=16"
+        )
     warm = replace(config.schedule.batch, start=start, increment=start, samples=max(round(share * total), 1))
-    lr = replace(config.schedule.lr, decay=0, decay_unit="tokens")
+    sizes = warm.ending_at(config.batch)
     steps = samples = 0
     while samples < total:
-        samples += warm.at(samples)
+        samples += sizes.at(samples)
         steps += 1
-    tokens = config.tokens or config.schedule.seqlen.count_tokens(config.batch, config.steps)
-    return replace(asked.schedule(batch=warm, lr=lr), tokens=tokens, steps=steps)
+    tokens = config.tokens or config.seqlen_warmup.count_tokens(config.batch, config.steps)
+    return replace(switch.schedule(batch=warm, lr=_decay_by_tokens(config)), tokens=tokens, steps=steps)
 
 
-@_switch("steps", "=N: a run of another length, with every clock and the decay scaled alike")
-def _steps(asked: Asked) -> RunConfig:
-    return with_steps(asked.config, asked.count())
+def _decay_by_tokens(config: RunConfig) -> Any:
+    """The learning rate, decayed by tokens: by steps it would fall too early, after too few tokens."""
+    return replace(config.schedule.lr, decay=0, decay_unit="tokens")
 
 
-@_switch("batch", "=N: another batch, on the same data in fewer or more steps")
-def _batch(asked: Asked) -> RunConfig:
-    config, batch = asked.config, asked.count()
+def _batch(switch: Switch) -> RunConfig:
+    config, batch = switch.config, switch.count()
     steps = max(round(config.steps * config.batch / batch), 1)
     evals = max(round(config.eval_batches * config.batch / batch), 1)
-    return with_values(with_steps(config, steps), {"batch": batch, "eval_batches": evals})
+    return replace(with_steps(config, steps), batch=batch, eval_batches=evals)
 
 
-@_switch("bfloat16", "multiply in 16 bits")
-def _bfloat16(asked: Asked) -> RunConfig:
-    asked.nothing()
-    return replace(asked.config, autocast="bfloat16")
+def _linear(kind: str) -> Callable[[Switch], RunConfig]:
+    return lambda switch: switch.flag().model(linear=kind)
+
+
+SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
+    # the model
+    "qk-norm": (
+        "normalise queries and keys: =shared (one gain for all heads), per-head or whole",
+        lambda s: s.model(qk_norm=s.choice("shared", ("shared", "per-head", "whole"))),
+    ),
+    "z-loss": (
+        "auxiliary loss that keeps the output logits from drifting: =1e-4, its weight",
+        lambda s: s.model(z_loss=s.number(1e-4, above=0)),
+    ),
+    "kappa": ("=x: rescale queries and keys to this size", lambda s: s.model(kappa=s.number(above=0))),
+    "attention": (
+        "=squared-relu: attention without a softmax",
+        lambda s: s.model(attention=s.choice("squared-relu", ("softmax", "squared-relu"))),
+    ),
+    "layer-scale": (
+        "a learned gain on each residual branch: =0, its initial value",
+        lambda s: s.model(layer_scale=s.number(0.0)),
+    ),
+    "stable-embedding": (
+        "layer norm after the embedding, whose optimizer state keeps 32 bits",
+        lambda s: s.flag().model(embedding="stable"),
+    ),
+    "mup": ("muParam: =simple, intermediate or full; base: the study's smallest width, or mup=simple:16", _mup),
+    "linear": (
+        "=KIND: how linear layers multiply: switchback, llm-int8, fp8-tensorwise, ...",
+        lambda s: s.model(linear=s.choice("switchback", LINEARS)),
+    ),
+    "switchback": ("int8 linear layers whose weight gradient is not quantized", _linear("switchback")),
+    "switchback-m": ("the same, with int8 inputs saved for the backward pass", _linear("switchback-m")),
+    "switchback-q": ("the same, with a scale per row of the weight", _linear("switchback-q")),
+    "llm-int8": ("int8 linear layers, all three products quantized", _linear("llm-int8")),
+    "fp8-switchback": ("float8 linear layers whose weight gradient is not quantized", _linear("fp8-switchback")),
+    "fp8-tensorwise": ("float8 linear layers, one scale per tensor; large models diverge", _linear("fp8-tensorwise")),
+    # the optimizer
+    "independent-decay": (
+        "decay by weight_decay * lr / peak: =x; default: equal to the current decay at a peak of 1e-3",
+        lambda s: _decay(s, independent=True),
+    ),
+    "coupled-decay": (
+        "decay by weight_decay * lr, as PyTorch does: =x; default: equal to the current decay at a peak of 1e-3",
+        lambda s: _decay(s, independent=False),
+    ),
+    "weight-decay": ("=x, or =3x for three times the current one", _weight_decay),
+    "eps": ("=x: Adam's eps, added to the root of the second moment", lambda s: s.optim(eps=s.number(above=0))),
+    "beta2": (
+        "=x: decay rate of the second moment",
+        lambda s: s.optim(betas=(s.config.optim.betas[0], s.number(above=0, below=1))),
+    ),
+    "stable-adamw": (
+        "StableAdamW: shorter steps when the second moment is out of date",
+        lambda s: s.flag().optim(name="stable-adamw"),
+    ),
+    "8-bit": (
+        "optimizer state in 8 bits: =codebook[:block], such as dynamic:256; tensors under 4096 values keep 32",
+        _eight_bit,
+    ),
+    "clip": ("=x: clip the norm of all gradients", lambda s: s.optim(clip_norm=s.number(1.0, above=0))),
+    "no-clip": ("no gradient clipping", lambda s: s.flag().optim(clip_norm=None)),
+    # the schedule
+    "warmup": ("=0.25: share of the steps in which the learning rate rises", _warmup),
+    "seqlen-warmup": (
+        "=0.3: share of the steps in which sequences grow from 8 tokens; same tokens, more steps",
+        _seqlen_warmup,
+    ),
+    "batch-warmup": (
+        "=0.3: share of the samples in which the batch grows from batch / 8; same samples, more steps",
+        _batch_warmup,
+    ),
+    "steps": ("=N: another number of steps; schedules and decay are scaled", lambda s: with_steps(s.config, s.count())),
+    "batch": ("=N: another batch size on the same data, in fewer or more steps", _batch),
+    "bfloat16": ("multiply in 16 bits (autocast)", lambda s: replace(s.flag().config, autocast="bfloat16")),
+}
 
 
 def steadied(base: RunConfig) -> tuple[str, ...]:
-    """What the papers recommend and this subject does not have yet: qk-norm and z-loss, or for others what is left."""
+    """The interventions that the papers recommend and the subject lacks: qk-norm and z-loss, otherwise the optimizer's
+    and the schedule's."""
     for recommended in (("qk-norm", "z-loss"), ("stable-adamw", "warmup=0.25")):
-        helps = tuple(switch for switch in recommended if _changes(base, switch))
-        if helps:
-            return helps
+        lacking = tuple(switch for switch in recommended if _changes(base, switch))
+        if lacking:
+            return lacking
     return ()
 
 
 def _changes(base: RunConfig, switch: str) -> bool:
     if isinstance(base, GPTRun) and switch == "qk-norm" and base.model.qk_norm != "off":
-        return False  # it has another kind of it
+        return False  # it has another kind of qk-norm
     try:
         return apply(base, switch) != base
     except ConfigError:

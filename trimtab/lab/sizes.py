@@ -1,7 +1,7 @@
-"""Sizes: depth x width, the ladders that studies climb, and a recipe at another size.
+"""Sizes: depth x width, the ladders of sizes that studies use, and a recipe at another size.
 
-    2x32       two layers of 32, in heads of 16 or the nearest that divides; 2x32x4 has four heads
-    joint      grows both ways, the paper's way; `width` and `depth` grow one way, to compare the two
+    2x32       two layers of width 32, with heads of 16 or the nearest that divides; 2x32x4 has four heads
+    joint      depth and width grow together, as in the paper; `width` and `depth` grow one of them
 
 Embedding and head do not count: a GPT has 12 * depth * width^2 parameters. Wortsman et al. 2023b, sections 2 and 3.2.2.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.train.config import CLIPRun, ConfigError, GPTRun, ModuleRun, RunConfig
+from trimtab.train.config import CLIPRun, ConfigError, GPTRun, ModuleRun, RunConfig, with_model
 from trimtab.train.module import check_options
 
 HEAD_WIDTH = 16
@@ -19,7 +19,7 @@ HEAD_WIDTH = 16
 
 @dataclass(frozen=True)
 class Size:
-    """One rung of a ladder: depth x width, or the options that somebody's own function takes."""
+    """Depth x width, or options of the user's own function."""
 
     name: str
     depth: int = 0
@@ -36,22 +36,22 @@ LADDERS: dict[str, tuple[str, ...]] = {
 
 
 def parse_sizes(text: str) -> tuple[Size, ...]:
-    """One size, a ladder, or its first rungs: "3x64", "width", "joint:3"."""
-    name, colon, rungs = text.partition(":")
-    if name in LADDERS and (not colon or (rungs.isdecimal() and 0 < int(rungs) <= len(LADDERS[name]))):
-        return ladder(name, int(rungs) if rungs else None)
+    """One size, a ladder, or its first sizes: "3x64", "width", "joint:3"."""
+    name, colon, count = text.partition(":")
+    if name in LADDERS and (not colon or (count.isdecimal() and 0 < int(count) <= len(LADDERS[name]))):
+        return ladder(name, int(count) if count else None)
     if name in LADDERS:
-        raise ConfigError(f"sizes {text!r}: ladder {name} has {len(LADDERS[name])} rungs; try {name}:3")
+        raise ConfigError(f"sizes {text!r}: ladder {name} has {len(LADDERS[name])} sizes; try {name}:3")
     if colon or "x" not in text:
         raise ConfigError(f"sizes {text!r} is neither depth x width nor a ladder; try 3x64, or {', '.join(LADDERS)}")
     return (parse_size(text),)
 
 
-def ladder(name: str, rungs: int | None = None) -> tuple[Size, ...]:
-    """The sizes of a ladder, from below."""
+def ladder(name: str, count: int | None = None) -> tuple[Size, ...]:
+    """The sizes of a ladder, smallest first."""
     if name not in LADDERS:
-        raise ConfigError(f"there is no ladder {name!r}; there are {', '.join(LADDERS)}")
-    return tuple(parse_size(size) for size in LADDERS[name][:rungs])
+        raise ConfigError(f"there is no ladder {name!r}; try {', '.join(LADDERS)}")
+    return tuple(parse_size(size) for size in LADDERS[name][:count])
 
 
 def parse_size(text: str) -> Size:
@@ -65,35 +65,32 @@ def parse_size(text: str) -> Size:
 
 
 def count_heads(width: int) -> int:
-    """As many heads of HEAD_WIDTH as fit; fewer where that many do not divide, or not into pairs (rotary positions)."""
+    """The largest number of heads of at least HEAD_WIDTH that divides the width into even parts (rotary positions)."""
     most = max(width // HEAD_WIDTH, 1)
     return next((h for h in range(most, 0, -1) if width % h == 0 and width // h % 2 == 0), 1)
 
 
 def scaled(base: RunConfig, size: Size) -> RunConfig:
-    """The same run with a model of another size. A CLIP's text tower and features keep their share of its width."""
+    """The same run at another size. In a CLIP, text tower and embedding keep their ratio to the image tower."""
     if isinstance(base, ModuleRun):
         options = size.options or {"depth": size.depth, "width": size.width}
         own = replace(base.model, options={**base.model.options, **options})
         check_options(own)
         return replace(base, model=own)
     if size.options:
-        raise ConfigError(f"size {size.name!r} has options {dict(size.options)}, which only module:function takes")
+        raise ConfigError(f"size {size.name!r} has options {dict(size.options)}, but only module:function has options")
     if isinstance(base, GPTRun):
-        return replace(base, model=replace(base.model, depth=size.depth, width=size.width, heads=size.heads))
+        return with_model(base, depth=size.depth, width=size.width, heads=size.heads)
     assert isinstance(base, CLIPRun)
     model = base.model
     text_width = max(round(size.width * model.text_width / model.width), 1)
-    return replace(
+    return with_model(
         base,
-        model=replace(
-            model,
-            depth=size.depth,
-            width=size.width,
-            heads=size.heads,
-            text_depth=max(round(size.depth * model.text_depth / model.depth), 1) if model.depth else size.depth,
-            text_width=text_width,
-            text_heads=count_heads(text_width),
-            embed=max(round(size.width * model.embed / model.width), 1),
-        ),
+        depth=size.depth,
+        width=size.width,
+        heads=size.heads,
+        text_depth=max(round(size.depth * model.text_depth / model.depth), 1) if model.depth else size.depth,
+        text_width=text_width,
+        text_heads=count_heads(text_width),
+        embed=max(round(size.width * model.embed / model.width), 1),
     )

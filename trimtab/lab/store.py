@@ -1,9 +1,9 @@
-"""Where a sweep's files are: a folder, or any address that fsspec knows (s3://..., gs://..., file://..., memory://...).
+"""Where the files of a sweep are: a folder, or an fsspec address (s3://..., gs://..., file://..., memory://...).
 
-A folder is used as it is. For an address, cells run in a scratch folder on this machine (in the user's cache) and are
-copied when they are complete, `result.json` last: a cell that has one there is whole. Unfinished cells and their
-checkpoints stay in the scratch folder, so a killed sweep goes on where it stopped on the machine that it ran on, and
-with whole cells on any other.
+A folder is used directly. For an address, cells run in a scratch folder on this machine (in the user's cache) and are
+copied when they are complete, the result file last: a cell that has one at the address is complete there. Unfinished
+cells and their checkpoints stay in the scratch folder, so a killed sweep continues from them on the same machine, and
+from the complete cells on any other.
 """
 
 import hashlib
@@ -13,59 +13,62 @@ from typing import Any
 
 from trimtab.data.cache import cache_dir
 from trimtab.extras import load_extra
-
-LAST = "result.json"
+from trimtab.runs.folder import CELLS, CHECKPOINTS, RESULT
 
 
 @dataclass(frozen=True)
 class Store:
-    """Files of one sweep. `local` is where they are read and written on this machine."""
+    """The files of one sweep. `local` is the folder on this machine in which they are read and written."""
 
     local: Path
     url: str | None = None
 
     def pull(self) -> None:
-        """Get whole cells, and what lies beside them. Checkpoints stay where they are: no reader needs them."""
+        """Copy complete cells, without checkpoints, and the files beside the cells to this machine."""
         if self.url is None:
             return
         fs, root = connect(self.url)
         files = _list(fs, root)
-        cells = {name.rpartition("/")[0] for name in files if name.startswith("cells/") and _leaf(name) == LAST}
-        wanted = [name for name in files if _is_wanted(name, cells)]
-        for name in sorted(wanted, key=lambda name: (_leaf(name) == LAST, name)):
-            # What belongs to a whole cell does not change any more.
-            if "/" not in name or not _is_here(fs, files[name], self.local / name):
-                _get(fs, files[name], self.local / name)
+        complete = {_parent(name) for name in files if name.startswith(f"{CELLS}/") and _is_result(name)}
+        for name in _result_last(files):
+            if "/" in name and _parent(name) not in complete:
+                continue
+            target = self.local / name
+            # The files of a complete cell do not change.
+            if "/" in name and target.exists() and target.stat().st_size == fs.size(files[name]):
+                continue
+            _get(fs, files[name], target)
 
     def pull_cell(self, folder: Path) -> None:
-        """Get a run that a worker on another machine has put there."""
+        """Copy a run that a worker on another machine has written to the address."""
         if self.url is not None:
             fs, root = connect(self.join(folder))
-            for name, path in sorted(_list(fs, root).items(), key=lambda item: (item[0] == LAST, item)):
-                if not name.startswith("checkpoints/"):
-                    _get(fs, path, self.local / folder / name)
+            files = _list(fs, root)
+            for name in _result_last(files):
+                if not name.startswith(f"{CHECKPOINTS}/"):
+                    _get(fs, files[name], self.local / folder / name)
 
     def has(self, folder: Path) -> bool:
-        """Whether a complete run is where it belongs."""
+        """Whether a complete run is stored at its final place."""
         if self.url is None:
-            return (self.local / folder / LAST).exists()
+            return (self.local / folder / RESULT).exists()
         fs, root = connect(self.join(folder))
-        return bool(fs.exists(f"{root}/{LAST}"))
+        return bool(fs.exists(f"{root}/{RESULT}"))
 
     def push(self, *names: str) -> None:
-        """Copy files that lie beside the cells, such as study.json and report.html."""
+        """Copy files beside the cells, such as the study and the report, to the address."""
         if self.url is not None:
             fs, root = connect(self.url)
             for name in names:
                 _put(fs, self.local / name, f"{root}/{name}")
 
     def push_cell(self, folder: Path) -> None:
-        """Copy a complete run; `folder` is relative."""
+        """Copy a complete run to the address; `folder` is relative."""
         if self.url is not None:
             push_run(self.local / folder, self.join(folder))
 
     def join(self, folder: Path) -> str:
-        """The address of something inside."""
+        """The address of a folder inside."""
         return f"{(self.url or str(self.local)).rstrip('/')}/{folder.as_posix()}"
 
 
@@ -74,7 +77,7 @@ def open_store(out: str | Path) -> Store:
     text = str(out)
     if isinstance(out, Path) or "://" not in text:
         return Store(Path(out).expanduser())
-    connect(text)  # a wrong address is better refused before the work than after it
+    connect(text)  # refuse a wrong address before training, not after
     return Store(cache_dir() / "lab" / hashlib.sha256(text.encode()).hexdigest()[:16], text)
 
 
@@ -86,16 +89,16 @@ def fetch(out: str | Path) -> Path:
 
 
 def publish(out: str | Path, *names: str) -> None:
-    """Copy files from the folder that `fetch` gave to where they belong; nothing to do for a folder."""
+    """Copy files from the folder that `fetch` returned to the address; does nothing for a folder."""
     open_store(out).push(*names)
 
 
 def push_run(folder: Path, url: str) -> None:
-    """Copy a run folder to an address, `result.json` last."""
+    """Copy a run folder to an address, the result file last."""
     fs, root = connect(url)
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-    for path in sorted(files, key=lambda path: (path.name == LAST, path)):
-        _put(fs, path, f"{root}/{path.relative_to(folder).as_posix()}")
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    for name in _result_last(path.relative_to(folder).as_posix() for path in paths):
+        _put(fs, folder / name, f"{root}/{name}")
 
 
 def connect(url: str) -> tuple[Any, str]:
@@ -109,22 +112,20 @@ def connect(url: str) -> tuple[Any, str]:
 
 
 def _list(fs: Any, root: str) -> dict[str, str]:
-    """All files under a path, by their names from there."""
+    """All files under a path, by their relative names."""
     return {name[len(root) :].strip("/"): name for name in fs.find(root)} if fs.exists(root) else {}
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition("/")[2]
+def _parent(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
-def _is_wanted(name: str, cells: set[str]) -> bool:
-    if not name.startswith("cells/"):
-        return "/" not in name
-    return "/checkpoints/" not in name and name.rpartition("/")[0] in cells
+def _is_result(name: str) -> bool:
+    return name.rpartition("/")[2] == RESULT
 
 
-def _is_here(fs: Any, source: str, target: Path) -> bool:
-    return target.exists() and target.stat().st_size == fs.size(source)
+def _result_last(names: Any) -> list[str]:
+    return sorted(names, key=lambda name: (_is_result(name), name))
 
 
 def _get(fs: Any, source: str, target: Path) -> None:

@@ -2,14 +2,14 @@
 
     sizes × arms × learning rates × seeds  ->  cells  ->  one run folder each
 
-An `arm` is a named set of interventions (interventions.py); the subject is what is trained: a recipe, or somebody's
-own model (subjects.py). Every config of the grid is built before anything runs, so an impossible grid costs nothing.
+An arm is a named set of interventions (interventions.py). The subject is what is trained: a recipe, or the user's own
+model (subjects.py). All configs of the grid are built and checked before the first run.
 
     study = default_study()                      three sizes, seven learning rates, plain and steadied
-    study = read_study("my_study.toml")          one's own (study_file.py)
+    study = read_study("my_study.toml")          a study file (study_file.py)
     for cell in study.cells(): train(cell.config, out / cell.folder)
 
-Names go into folder names, and anybody may choose them: what is not plainly a name becomes one (`slug`).
+Sizes and arms may have any name; `slug` makes a safe folder name of it.
 """
 
 import hashlib
@@ -24,11 +24,13 @@ from typing import Any
 from trimtab.lab.interventions import apply, steadied
 from trimtab.lab.sizes import Size, ladder, scaled
 from trimtab.lab.subjects import open_subject, with_steps
-from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json
-from trimtab.train.plan import foretell
+from trimtab.runs.folder import CELLS, FORMAT
+from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json, upgrade
+from trimtab.train.plan import simulate
 
-# What a step of one block of some width over 1024 tokens takes two cores: a line through three measured sizes.
+# Time of a training step on two cores: milliseconds of one block over 1024 tokens, linear in the width (3 sizes).
 BLOCK_MS, BLOCK_MS_PER_WIDTH, REFERENCE_TOKENS = 1.0, 3 / 32, 1024
+FORWARD = 1 / 3  # share of the forward pass in a training step
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid. `name` is safe as a path; `size` and `arm` are the names that people gave."""
+    """One run of the grid. `name` is safe as a path; `size` and `arm` are the names as given."""
 
     name: str
     size: str
@@ -52,7 +54,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        return Path("cells") / self.name
+        return Path(CELLS) / self.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,37 +72,38 @@ class Study:
         check_grid(self)
 
     def cells(self) -> list[Cell]:
-        """Every run of the grid, size by size. A config that cannot be is refused with its cell's name."""
+        """Every run of the grid, size by size. Raises ConfigError, with the cell's name, if a config is impossible."""
         return list(self._cells)
 
     @cached_property
     def _cells(self) -> tuple[Cell, ...]:
         sizes, arms = slugs(size.name for size in self.sizes), slugs(arm.name for arm in self.arms)
         base_width = min((size.width for size in self.sizes if size.width), default=None)
-        found = []
+        cells = []
         for size in self.sizes:
             for arm in self.arms:
-                start = f"{sizes[size.name]}/{arms[arm.name]}"
-                config = self._build(start, size, arm, base_width)
+                place = f"{sizes[size.name]}/{arms[arm.name]}"
+                config = self._build(place, size, arm, base_width)
                 for lr in self.lrs:
                     for seed in self.seeds:
-                        name = f"{start}/lr-{number(lr)}/seed-{seed}"
-                        found.append(Cell(name, size.name, lr, arm.name, seed, _at(config, lr, seed)))
-        return tuple(found)
+                        name = f"{place}/lr-{number(lr)}/seed-{seed}"
+                        run = replace(config, optim=replace(config.optim, lr=float(lr)), seed=seed)
+                        cells.append(Cell(name, size.name, lr, arm.name, seed, run))
+        return tuple(cells)
 
-    def _build(self, start: str, size: Size, arm: Arm, base_width: int | None) -> RunConfig:
+    def _build(self, place: str, size: Size, arm: Arm, base_width: int | None) -> RunConfig:
         try:
             config = scaled(self.base, size)
             for switch in arm.switches:
                 config = apply(config, switch, base_width=base_width)
-            foretell(config)  # the schedules fit into the run
+            simulate(config)  # checks that the schedules fit into the run
         except ValueError as error:
-            raise ConfigError(f"cell {start}: {error}") from None
+            raise ConfigError(f"cell {place}: {error}") from None
         return config
 
     @property
     def minutes(self) -> float | None:
-        """What the grid takes on two cores, roughly; None for what is not a GPT."""
+        """Estimated duration on two cores; None if the subject is not a GPT."""
         if not isinstance(self.base, GPTRun):
             return None
         return sum(_seconds(cell.config) for cell in self._cells if isinstance(cell.config, GPTRun)) / 60
@@ -111,6 +114,7 @@ class Study:
             for c in self._cells
         ]
         return {
+            "format": FORMAT,
             "name": self.name,
             "question": self.question,
             "subject": self.subject,
@@ -124,46 +128,49 @@ class Study:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Study":
-        """What `to_json` wrote. The cells follow from the rest."""
+        """Read what `to_json` wrote, in this format or an earlier one. The cells follow from the rest."""
+        format_ = data.get("format", 1)
+        if format_ > FORMAT:
+            raise ConfigError(f"the study has format {format_}, this version reads up to {FORMAT}; upgrade trimtab")
         try:
             return cls(
                 name=data["name"],
                 question=data["question"],
                 subject=data["subject"],
-                base=from_json(data["base"]),
+                base=from_json(data["base"] if format_ > 1 else upgrade(data["base"])),
                 sizes=tuple(Size(**size) for size in data["sizes"]),
                 lrs=tuple(data["lrs"]),
                 arms=tuple(Arm(arm["name"], tuple(arm["switches"])) for arm in data["arms"]),
                 seeds=tuple(data["seeds"]),
             )
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"this is no study of ours: {type(error).__name__} {error}") from None
+            raise ConfigError(f"not a saved study: {type(error).__name__} {error}") from None
 
 
 # --- Names
 
 
 def slug(name: str) -> str:
-    """A name as one part of a path: a space becomes _. What has to change more carries a hash of the whole."""
+    """A name as one part of a path: a space becomes _. If more has to change, a hash of the name is added."""
     plain = re.sub(r"[^A-Za-z0-9_.=+,-]+", "-", name.replace(" ", "_")).strip("-._")[:60]
-    return plain if plain == name.replace(" ", "_") else "-".join(filter(None, (plain, _mark(name))))
+    return plain if plain == name.replace(" ", "_") else "-".join(filter(None, (plain, _hash(name))))
 
 
 def slugs(names: Iterable[str]) -> dict[str, str]:
-    """Different folders for different names, also on disks that take `A` for `a`. Exact names keep theirs."""
+    """Different folder names for different names, also on disks that ignore case."""
     found: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (slug(name) != name, name)):
-        taken = {other.lower() for other in found.values()}
-        found[name] = slug(name) if slug(name).lower() not in taken else f"{slug(name)}-{_mark(name)}"
+        used = {other.lower() for other in found.values()}
+        found[name] = slug(name) if slug(name).lower() not in used else f"{slug(name)}-{_hash(name)}"
     return found
 
 
-def _mark(name: str) -> str:
+def _hash(name: str) -> str:
     return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
 
 
 def number(x: float) -> str:
-    """As short as it can be without becoming another number."""
+    """The shortest text that is exactly this number."""
     return f"{x:g}" if float(f"{x:g}") == x else repr(float(x))
 
 
@@ -172,52 +179,47 @@ def number(x: float) -> str:
 
 def check_grid(study: Study) -> None:
     axes = {"sizes": study.sizes, "lrs": study.lrs, "arms": study.arms, "seeds": study.seeds}
-    for name, values in axes.items():
+    for axis, values in axes.items():
         if not values:
-            raise ConfigError(f"study {study.name!r} has no {name}, so there is nothing to run; give at least one")
-    keys: dict[str, Sequence[Any]] = {name: [getattr(v, "name", v) for v in values] for name, values in axes.items()}
+            raise ConfigError(f"study {study.name!r} has no {axis}, so there is nothing to run; give at least one")
+    keys: dict[str, Sequence[Any]] = {axis: [getattr(v, "name", v) for v in values] for axis, values in axes.items()}
     for lr in study.lrs:
         if isinstance(lr, bool) or not isinstance(lr, int | float) or not 1e-20 < lr < 1e20:
             raise ConfigError(f"lrs: {lr!r} is not a learning rate; try numbers above zero, such as 0.001")
     for seed in study.seeds:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ConfigError(f"seeds: {seed!r} is not a seed; try whole numbers from 0")
-    for name in ("sizes", "arms"):
-        wrong = [key for key in keys[name] if not isinstance(key, str) or not key.strip()]
-        if wrong:
-            raise ConfigError(f"{name}: {wrong[0]!r} is not a name; try one with letters")
-    for name, given in keys.items():
-        twice = [value for i, value in enumerate(given) if value in given[:i]]
-        if twice:
-            raise ConfigError(f"{name}: {twice[0]!r} is there twice; every run of a grid must be another one")
-
-
-def _at(config: RunConfig, lr: float, seed: int) -> RunConfig:
-    return replace(config, optim=replace(config.optim, lr=float(lr)), seed=seed)
+    for axis in ("sizes", "arms"):
+        for key in keys[axis]:
+            if not isinstance(key, str) or not key.strip():
+                raise ConfigError(f"{axis}: {key!r} is not a name; try one with letters")
+    for axis, given in keys.items():
+        for i, value in enumerate(given):
+            if value in given[:i]:
+                raise ConfigError(f"{axis}: {value!r} is given twice; every run of a grid must be different")
 
 
 def _seconds(config: GPTRun) -> float:
     model, tokens = config.model, config.batch * config.model.context
     step_ms = model.depth * (BLOCK_MS + BLOCK_MS_PER_WIDTH * model.width) * tokens / REFERENCE_TOKENS
-    whole = min(config.steps, (config.tokens or math.inf) / tokens)  # steps, if all were of full size
-    forward = 1 / 3  # of a step
-    looks = (config.steps // config.eval_every + 1) * config.eval_batches * forward
-    return (whole + looks) * step_ms / 1000
+    full_steps = min(config.steps, (config.tokens or math.inf) / tokens)
+    evaluations = (config.steps // config.eval_every + 1) * config.eval_batches * FORWARD
+    return (full_steps + evaluations) * step_ms / 1000
 
 
 # --- The studies of `trimtab lab`
 
 HALF_DECADES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
-# Three decades around the best learning rate, as in the paper. There, at 100 thousand steps, they begin at 3e-4; models
-# this small, for some hundred steps, are best at 0.03.
+# Three decades around the best learning rate, as in the paper. There, for 100 thousand steps, they begin at 3e-4; small
+# models have their best learning rate at 0.03 after a few hundred steps.
 LRS = HALF_DECADES[2:9]
 SIZES, SEEDS, STEPS = ladder("joint", 3), (0, 1), 400
 QUICK_LRS, QUICK_SIZES, QUICK_SEEDS, QUICK_STEPS = LRS[2:], ladder("joint", 3), (0,), 250
-QUESTION = "How sensitive is this recipe to its learning rate, what breaks first, at which size, and what fixes it?"
+QUESTION = "How sensitive is this recipe to its learning rate, what fails first, at which size, and what prevents it?"
 
 
 def default_study(subject: str = "gpt-lab") -> Study:
-    """Three sizes, seven learning rates, as it is and steadied; two seeds."""
+    """Three sizes, seven learning rates, plain and steadied; two seeds."""
     return compare(subject, name="default", sizes=SIZES, lrs=LRS, seeds=SEEDS, steps=STEPS)
 
 
@@ -226,26 +228,10 @@ def quick_study(subject: str = "gpt-lab") -> Study:
     return compare(subject, name="quick", sizes=QUICK_SIZES, lrs=QUICK_LRS, seeds=QUICK_SEEDS, steps=QUICK_STEPS)
 
 
-def compare(
-    subject: str,
-    *,
-    name: str,
-    sizes: Sequence[Size],
-    lrs: Sequence[float],
-    seeds: Sequence[int],
-    steps: int,
-) -> Study:
-    """A subject as it is, and with what the papers recommend."""
+def compare(subject: str, *, steps: int, **axes: Any) -> Study:
+    """A subject without changes and with the interventions that the papers recommend. `axes`: fields of the study."""
     base = with_steps(open_subject(subject), steps)
-    first = "plain" if subject == "gpt-lab" else "as it is"
-    arms = (Arm(first), Arm("steadied", steadied(base))) if steadied(base) else (Arm(first),)
-    return Study(
-        name=name,
-        question=QUESTION,
-        subject=subject,
-        base=base,
-        sizes=tuple(sizes),
-        lrs=tuple(lrs),
-        arms=arms,
-        seeds=tuple(seeds),
-    )
+    first = Arm("plain" if subject == "gpt-lab" else "as it is")
+    arms = (first, Arm("steadied", steadied(base))) if steadied(base) else (first,)
+    axes = {key: value if isinstance(value, str) else tuple(value) for key, value in axes.items()}
+    return Study(question=QUESTION, subject=subject, base=base, arms=arms, **axes)

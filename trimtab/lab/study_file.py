@@ -1,18 +1,18 @@
-"""One's own study, from a TOML file.
+"""A study from a TOML file.
 
-    name = "wide"                                 all of it may be left out
+    name = "wide"                                 every key is optional
     question = "Does my model need qk-norm?"
     subject = "gpt-lab"                           a recipe, or package.file:function
     sizes = ["2x16", "2x32", "3x64"]              or a ladder: "joint:3", "width", "depth"
     lrs = [3e-3, 1e-2, 3e-2, 1e-1]
     seeds = 2                                     how many, or a list
-    steps = 500                                   every clock of the subject is scaled to it
+    steps = 500                                   the schedules of the subject are scaled to it
 
-    [arms]                                        `trimtab lab --switches` lists what there is
+    [arms]                                        `trimtab lab --list` lists the switches
     plain = []
     steadied = ["qk-norm", "z-loss=1e-4"]
 
-    [set]                                         any field of the run; last, as it stands
+    [set]                                         any field of the run, as on the command line; applied last
     batch = 32
     "optim.betas" = [0.9, 0.999]
 
@@ -25,25 +25,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trimtab.lab.sizes import Size, parse_sizes
 from trimtab.lab.study import LRS, QUESTION, SEEDS, SIZES, Arm, Study, compare
-from trimtab.lab.subjects import did_you_mean, open_subject, with_values
-from trimtab.train.config import ConfigError
+from trimtab.lab.subjects import open_subject
+from trimtab.train.config import ConfigError, did_you_mean, flatten, with_values
 
-KEYS = ("name", "question", "subject", "sizes", "lrs", "seeds", "steps", "arms", "set")
-# What the grid sets; an override would be overwritten, so it is refused.
-GRID = {
-    "optim.lr": "lrs",
-    "seed": "seeds",
-    "steps": "steps",
-    "model.depth": "sizes",
-    "model.width": "sizes",
-    "model.heads": "sizes",
+# Type and example of each key.
+KEYS: dict[str, tuple[Any, str]] = {
+    "name": (str, 'name = "wide"'),
+    "question": (str, 'question = "Does my model need qk-norm?"'),
+    "subject": (str, 'subject = "gpt-lab"'),
+    "sizes": (str | list[str | dict[str, Any]], 'sizes = ["2x16", "3x64"], a ladder, or tables of options'),
+    "lrs": (list[float], "lrs = [0.001, 0.01]"),
+    "seeds": (int | list[int], "seeds = 2, or seeds = [0, 1]"),
+    "steps": (int, "steps = 500"),
+    "arms": (dict[str, str | list[str]], '[arms] and below it: steadied = ["qk-norm", "z-loss"]'),
+    "set": (dict[str, Any], "[set] and below it: batch = 16"),
 }
+# Fields that the grid sets. It would overwrite an override, so that is refused.
+GRID = {"optim.lr": "lrs", "seed": "seeds", "steps": "steps"}
+GRID |= {f"model.{name}": "sizes" for name in ("depth", "width", "heads")}
 
 
 def read_study(path: str | Path) -> Study:
-    """A study whose every config has been built once, or a ConfigError that says where the file is wrong."""
+    """Read a study and build all its configs. Raises ConfigError with the place of a mistake in the file."""
     path = Path(path)
     try:
         study = make_study(_parse(path), name=path.stem)
@@ -54,25 +61,24 @@ def read_study(path: str | Path) -> Study:
 
 
 def make_study(data: Mapping[str, Any], *, name: str = "study") -> Study:
-    """A study from what a file says; `name` where it says none."""
-    unknown = next((key for key in data if key not in KEYS), None)
-    if unknown is not None:
-        raise ConfigError(f"{unknown!r} is not a key of a study{did_you_mean(unknown, KEYS)} It has {', '.join(KEYS)}")
-    subject = _text(data, "subject", "gpt-lab")
-    steps = data.get("steps", open_subject(subject).steps)
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise ConfigError(f"steps={steps!r} is not a whole number; try steps=500")
+    """A study from the contents of a file; `name` is used if it has none."""
+    for key, value in data.items():
+        _check(key, value)
+    subject = data.get("subject", "gpt-lab")
+    seeds, arms = data.get("seeds", SEEDS), data.get("arms")
     study = compare(
         subject,
-        name=_text(data, "name", name),
+        name=data.get("name", name),
         sizes=_sizes(data["sizes"]) if "sizes" in data else SIZES,
-        lrs=_list(data, "lrs") if "lrs" in data else LRS,
-        seeds=_seeds(data["seeds"]) if "seeds" in data else SEEDS,
-        steps=steps,
+        lrs=data.get("lrs", LRS),
+        seeds=range(seeds) if isinstance(seeds, int) else seeds,
+        steps=data.get("steps", open_subject(subject).steps),
     )
-    base = with_values(study.base, _overrides(data.get("set", {})))
-    arms = _arms(data["arms"]) if "arms" in data else study.arms
-    return replace(study, base=base, arms=arms, question=_text(data, "question", QUESTION))
+    if arms is not None:
+        listed = {arm: (x,) if isinstance(x, str) else tuple(x) for arm, x in arms.items()}
+        study = replace(study, arms=tuple(Arm(arm, switches) for arm, switches in listed.items()))
+    base = with_values(study.base, data.get("set", {}))
+    return replace(study, base=base, question=data.get("question", QUESTION))
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -92,66 +98,32 @@ def _parse(path: Path) -> dict[str, Any]:
     return result
 
 
-def _text(data: Mapping[str, Any], key: str, default: str) -> str:
-    value = data.get(key, default)
-    if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f"{key}={value!r} is not text; try {key} = {default!r}")
-    return value
+def _check(key: str, value: Any) -> None:
+    if key not in KEYS:
+        hint = did_you_mean(key, KEYS)
+        raise ConfigError(f"{key!r} is not a key of a study.{hint} The keys are {', '.join(KEYS)}")
+    kind, example = KEYS[key]
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`$", f"`{key}").replace("array", "list").replace("object", "table")
+        raise ConfigError(f"{key}={value!r}: {reason[:1].lower()}{reason[1:]}; try {example}") from None
+    if value == 0 or (kind is str and not value.strip()):
+        raise ConfigError(f"{key}={value!r} is too small or empty; try {example}")
+    for name in flatten(value) if key == "set" else ():
+        if name in GRID:
+            raise ConfigError(f"set: the grid sets {name}; use {GRID[name]!r} instead")
 
 
-def _list(data: Mapping[str, Any], key: str) -> list[Any]:
-    value = data[key]
-    if not isinstance(value, list):
-        raise ConfigError(f"{key}={value!r} is not a list; try {key} = [{value!r}]")
-    return value
-
-
-def _sizes(value: Any) -> list[Size]:
+def _sizes(value: str | list[Any]) -> list[Size]:
     found: list[Size] = []
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, Mapping):
-            found.append(_option_size(item))
-        elif isinstance(item, str):
+        if isinstance(item, str):
             found += parse_sizes(item)
-        else:
-            raise ConfigError(f"sizes: {item!r} is not a size; try '3x64', a ladder, or a table of options")
+            continue
+        options = {key: x for key, x in item.items() if key != "name"}
+        if not options:
+            raise ConfigError(f"sizes: {item} has no options; try {{name = 'small', width = 64}}")
+        name = item.get("name", ",".join(f"{key}={x}" for key, x in options.items()))
+        found.append(Size(name=name, options=options))
     return found
-
-
-def _option_size(item: Mapping[str, Any]) -> Size:
-    options = {key: value for key, value in item.items() if key != "name"}
-    if not options:
-        raise ConfigError(f"sizes: {dict(item)} has no options; try {{name = 'small', width = 64}}")
-    name = item.get("name", ",".join(f"{key}={value}" for key, value in options.items()))
-    return Size(name=name, options=options)
-
-
-def _seeds(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"seeds={value!r} is neither a count nor a list; try seeds = 2, or seeds = [0, 1]")
-    return list(range(value))
-
-
-def _arms(value: Any) -> tuple[Arm, ...]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"arms={value!r} is not a table; try [arms] and below it: steadied = ['qk-norm']")
-    arms = []
-    for name, switches in value.items():
-        listed = [switches] if isinstance(switches, str) else switches
-        if not isinstance(listed, list) or not all(isinstance(switch, str) for switch in listed):
-            raise ConfigError(f"arms: {name} = {switches!r} is not a list of switches; try ['qk-norm', 'z-loss']")
-        arms.append(Arm(name, tuple(listed)))
-    return tuple(arms)
-
-
-def _overrides(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"set={value!r} is not a table; try [set] and below it: batch = 16")
-    for name, key in GRID.items():
-        head, _, rest = name.partition(".")
-        inner = value.get(head)
-        if name in value or (rest and isinstance(inner, Mapping) and rest in inner):
-            raise ConfigError(f"set: {name} is what the grid changes; say it with {key!r}")
-    return value

@@ -1,5 +1,4 @@
-"""MODEL: what owns parameters, and the loss. SwitchBack linears, stable embedding, GPT and CLIP, every intervention
-a switch in a config."""
+"""MODEL: modules with parameters, and losses. SwitchBack linears, stable embedding, GPT and CLIP."""
 
 from trimtab.nn.clip import CLIP, CLIP_SIZES, CLIPConfig
 from trimtab.nn.config import ConfigError, TransformerConfig

@@ -1,12 +1,13 @@
-"""Self-attention whose queries and keys can be tamed.
+"""Self-attention with optional normalisation of queries and keys (qk-norm).
 
-    q, k, v = split(x Wqkv)      q, k = turn(norm(q)), turn(norm(k))      z = q k^T * scale      softmax(z) v Wo
+    q, k, v = split(x Wqkv)      q, k = rotate(norm(q)), rotate(norm(k))      z = q k^T * scale      softmax(z) v Wo
 
-Attention logits z are the only feature that is quadratic in the size of the parameters; where they grow without
-bound, training dies. With unit gains, normalised queries and keys keep |z| <= sqrt(head width).
+The attention logits z are quadratic in the size of the parameters; if they grow without bound, training diverges. With
+unit gains, normalised queries and keys keep |z| <= sqrt(head width).
 
-The output always comes from PyTorch's fused kernel, which never holds the logits. Whoever listens to "logits" gets
-them computed beside it, so listening cannot change a run. Squared-ReLU attention has no fused kernel and holds them.
+The output always comes from PyTorch's fused kernel, which does not store the logits. For listeners of the tap "logits"
+they are computed separately, so listening cannot change a run. Squared-ReLU attention has no fused kernel: it stores
+them.
 
 Wortsman et al. 2023b, sections 2 and 3 (Small-scale proxies); "whole" is the KQ-norm of Wortsman et al. 2023a.
 """
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from trimtab.nn.config import TransformerConfig
 from trimtab.nn.init import init_linear
 from trimtab.nn.linear import build_linear
-from trimtab.nn.tap import tap, wanted
+from trimtab.nn.tap import has_listener, tap
 
 ROPE_BASE = 10_000.0
 
@@ -59,15 +60,15 @@ class Attention(nn.Module):
         if self.squared_relu:
             y_BHTK = self._squared_relu(tap(self.logits(q, k), "logits"), v)
         else:
-            if wanted("logits"):
+            if has_listener("logits"):
                 with torch.no_grad():
                     tap(self.logits(q, k), "logits")
             y_BHTK = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
-        return self.out(y_BHTK.transpose(-2, -3).flatten(-2))
+        out: Tensor = self.out(y_BHTK.transpose(-2, -3).flatten(-2))
+        return out
 
     def logits(self, q_BHTK: Tensor, k_BHTK: Tensor) -> Tensor:
         """Scaled products of queries and keys in float32, [B, H, T, T]; -inf where a key is in the future."""
-        # float64 stays float64
         dtype = torch.promote_types(q_BHTK.dtype, torch.float32)
         with torch.autocast(q_BHTK.device.type, enabled=False):
             z_BHTT = q_BHTK.to(dtype) @ k_BHTK.to(dtype).transpose(-1, -2) * self.scale
@@ -77,13 +78,13 @@ class Attention(nn.Module):
         return z_BHTT
 
     def _squared_relu(self, z_BHTT: Tensor, v_BHTK: Tensor) -> Tensor:
-        """relu(z)^2 / sqrt(T) in place of softmax: the control that shows softmax is not to blame."""
+        """relu(z)^2 / sqrt(T) in place of softmax: the control experiment that rules out softmax as the cause."""
         weights = z_BHTT.relu().square() / math.sqrt(max(z_BHTT.shape[-1], 1))
         return weights.to(v_BHTK.dtype) @ v_BHTK
 
 
 def rotation_for(positions: Tensor, head_width: int) -> Rotation:
-    """Cosines and sines for positions [T] or [B, T], in float32: a bfloat16 angle is wrong by whole turns."""
+    """Cosines and sines for positions [T] or [B, T], in float32: bfloat16 angles would be wrong by full turns."""
     pairs = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32)
     angle = positions.float()[..., None, None] * ROPE_BASE ** (-pairs / head_width)
     cos, sin = angle.cos(), angle.sin()
@@ -91,19 +92,19 @@ def rotation_for(positions: Tensor, head_width: int) -> Rotation:
 
 
 def rotate(x_BTHK: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair (i, i + K/2) by its position's angle. The size of x stays."""
+    """Rotate each pair (i, i + K/2) by the angle of its position. The norm of x does not change."""
     cos, sin = rotation
-    # left * cos - right * sin and right * cos + left * sin at once: fewer passes over memory than half by half.
+    # Both halves at once (left cos - right sin, right cos + left sin): fewer passes over memory.
     return (x_BTHK * cos + x_BTHK.roll(x_BTHK.shape[-1] // 2, dims=-1) * sin).to(x_BTHK.dtype)
 
 
 class HeadNorm(nn.Module):
-    """LayerNorm over the head width, with gains of its own for each head."""
+    """LayerNorm over the head width, with separate gains for each head."""
 
     def __init__(self, heads: int, head_width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        # A vector, because optimizers tell gains from matrices by their dimensions and must not decay these.
+        # A vector: optimizers exclude gains from weight decay by their number of dimensions.
         self.weight = nn.Parameter(torch.ones(heads * head_width))
 
     def forward(self, x_BTHK: Tensor) -> Tensor:
@@ -115,18 +116,18 @@ class WholeNorm(nn.LayerNorm):
     """LayerNorm over all heads together."""
 
     def forward(self, x_BTHK: Tensor) -> Tensor:
-        return super().forward(x_BTHK.flatten(-2)).unflatten(-1, x_BTHK.shape[-2:])
+        return super().forward(x_BTHK.flatten(-2)).reshape(x_BTHK.shape)
 
 
 class Kappa(nn.Module):
-    """Give every vector the size sqrt(kappa * head width): logits of about kappa, transplanted into any model."""
+    """Scale every vector to the norm sqrt(kappa * head width), which gives logits of about kappa in any model."""
 
     def __init__(self, kappa: float) -> None:
         super().__init__()
         self.kappa = kappa
 
     def forward(self, x_BTHK: Tensor) -> Tensor:
-        # eps: the size of a zero vector cannot be changed
+        # eps only matters for zero vectors, which stay zero.
         return F.rms_norm(x_BTHK, x_BTHK.shape[-1:], eps=1e-12) * math.sqrt(self.kappa)
 
 

@@ -1,20 +1,20 @@
-"""CLIP: an image tower and a text tower whose features of a right pair point the same way.
+"""CLIP: an image tower and a text tower, trained to give matching pairs similar features.
 
     images -> conv1 -> [class, patches] + positions -> drop patches -> ln_pre -> blocks -> class -> ln_post -> proj
     tokens -> token_embedding + positions -> causal blocks -> the end token -> ln_final -> proj
 
-Only the linears inside the blocks follow `linear`: patch embedding, token embedding and the two projections stay
-float (Wortsman et al. 2023). The projections are bare matrices, so that `convert_linears` leaves them alone too.
-`visual.conv1.weight` is the tensor whose RMS_t foretells the spikes of that paper; it keeps its name.
+The option `linear` applies only to the linear layers inside the blocks: patch embedding, token embedding and the two
+projections stay float (Wortsman et al. 2023). The projections are no nn.Linear, so `convert_linears` skips them.
+`visual.conv1.weight` is the tensor whose RMS_t rises before the loss spikes in that paper.
 
-Everything outside the blocks starts as in open_clip. Inside them both towers start with the deviations of open_clip's
-text tower, which shrink what each block adds as the depth grows; its image tower takes PyTorch's layer defaults.
+Initialisation outside the blocks is as in open_clip. The blocks of both towers use the deviations of open_clip's text
+tower, which decrease with the depth; open_clip's image tower uses PyTorch's defaults.
 """
 
-# B batch, C channels, S image size, N patches (and the class token), T text length, D width, E width both towers share
+# B batch, C channels, S image size, N patches (and the class token), T text length, D width, E width of the features
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least
+from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least, check_splits
 from trimtab.nn.contrastive import ContrastiveLoss, Gather, contrastive_loss
 from trimtab.nn.init import init_linear
 from trimtab.nn.loss import check_indices
@@ -34,18 +34,18 @@ FIRST_LOGIT_SCALE = math.log(1 / 0.07)
 
 @dataclass(frozen=True, kw_only=True)
 class CLIPConfig(BlockConfig):
-    """`depth`, `width` and `heads` are the image tower's. Every other switch of a block acts on both towers."""
+    """`depth`, `width` and `heads` are of the image tower. All other block options apply to both towers."""
 
     text_depth: int
     text_width: int
     text_heads: int
-    embed: int  # width of the space in which both towers meet
+    embed: int  # width of the features of both towers
     patch: int  # pixels per side
     image_size: int = 224  # pixels per side
     channels: int = 3
     vocab: int = 49408  # the last id is the end token
-    context: int = 77  # longest caption, with its start and end
-    patch_dropout: float = 0.0  # share of the patches left out in training; the paper trains with 0.5
+    context: int = 77  # largest caption length, including start and end token
+    patch_dropout: float = 0.0  # share of the patches dropped in training; 0.5 in the paper
     bias: bool = True
     norm_eps: float = 1e-5
 
@@ -54,18 +54,8 @@ class CLIPConfig(BlockConfig):
         check_at_least(self, 0, "text_depth")
         check_at_least(self, 1, "text_width", "text_heads", "embed", "patch", "image_size", "channels")
         check_at_least(self, 2, "vocab", "context")
-        if self.text_width % self.text_heads:
-            nearest = max(round(self.text_width / self.text_heads), 1) * self.text_heads
-            raise ConfigError(
-                f"text_width={self.text_width} does not split into text_heads={self.text_heads}; "
-                f"try text_width={nearest}"
-            )
-        if self.image_size % self.patch:
-            nearest = max(round(self.image_size / self.patch), 1) * self.patch
-            raise ConfigError(
-                f"image_size={self.image_size} does not split into patches of patch={self.patch}; "
-                f"try image_size={nearest}"
-            )
+        check_splits(self, "text_width", "text_heads")
+        check_splits(self, "image_size", "patch", "patches of ")
         if not 0 <= self.patch_dropout < 1:
             raise ConfigError(f"patch_dropout={self.patch_dropout} is not in [0, 1); try patch_dropout=0.5")
 
@@ -75,8 +65,7 @@ class CLIPConfig(BlockConfig):
 
     @property
     def image_tower(self) -> TransformerConfig:
-        shared = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
-        return TransformerConfig(**shared, causal=False, rope=False)
+        return self.transformer_config(causal=False, rope=False)
 
     @property
     def text_tower(self) -> TransformerConfig:
@@ -89,7 +78,7 @@ _L14 = replace(_B32, depth=24, width=1024, heads=16, patch=14, text_width=768, t
 _H14 = replace(_L14, depth=32, width=1280, text_depth=24, text_width=1024, text_heads=16, embed=1024)
 _TINY = replace(_B32, depth=4, width=64, heads=4, patch=4, text_depth=2, text_width=64, text_heads=4, embed=64)
 
-# The paper's sizes, and one for a CPU that reads bytes. `dataclasses.replace(size, qk_norm="whole")` turns a switch.
+# The sizes of the paper, and a tiny byte-level one for a CPU. Change options with `dataclasses.replace(size, ...)`.
 CLIP_SIZES = {
     "tiny": replace(_TINY, image_size=32, vocab=259, context=64),
     "ViT-B/32": _B32,
@@ -100,7 +89,7 @@ CLIP_SIZES = {
 
 
 class CLIPOutput(NamedTuple):
-    """Features of length one, [B, E] each, and what their products are multiplied with: `contrastive_loss(*output)`."""
+    """Features of unit length, [B, E] each, and the scale of their products: `contrastive_loss(*output)`."""
 
     image_features: Tensor
     text_features: Tensor
@@ -115,34 +104,34 @@ class CLIP(nn.Module):
         self.config = config
         self.visual = ImageTower(config)
         self.text = TextTower(config)
-        # One element and not a scalar: FSDP2 shards along the first dimension, and a scalar has none.
+        # Shape [1] and not []: FSDP2 shards along the first dimension.
         self.logit_scale = nn.Parameter(torch.full((1,), FIRST_LOGIT_SCALE))
 
     def forward(self, images: Tensor, tokens: Tensor) -> CLIPOutput:
         return CLIPOutput(self.encode_image(images), self.encode_text(tokens), self.logit_scale.exp())
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """Features [B, E] of length one from float images [B, C, S, S]."""
+        """Unit-length features [B, E] of float images [B, C, S, S]."""
         return _unit(self.visual(images))
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        """Features [B, E] of length one from ids [B, T], T up to `context`. What follows the end token is not read."""
+        """Unit-length features [B, E] of ids [B, T], T up to `context`. Ids after the end token have no effect."""
         return _unit(self.text(tokens))
 
     def loss(
         self, images: Tensor, tokens: Tensor, *, gather: Gather = "local", group: "dist.ProcessGroup | None" = None
     ) -> ContrastiveLoss:
-        """The contrastive loss and the accuracy both ways. Under DDP: `contrastive_loss(*ddp(images, tokens))`."""
+        """The contrastive loss and both accuracies. Under DDP use `contrastive_loss(*ddp(images, tokens))`."""
         return contrastive_loss(*self(images, tokens), gather=gather, group=group)
 
     @torch.no_grad()
     def clamp_logit_scale(self) -> None:
-        """Keep the scale in [1, 100]; without this, a model that fits its batches drives it up without end."""
+        """Clamp the scale to [1, 100]; otherwise it grows without bound once the model fits its batches."""
         self.logit_scale.clamp_(MIN_LOGIT_SCALE, MAX_LOGIT_SCALE)
 
 
 class ImageTower(nn.Module):
-    """A ViT that answers with its class token, [B, C, S, S] to [B, E]."""
+    """A ViT whose output is its class token, [B, C, S, S] to [B, E]."""
 
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
@@ -165,11 +154,12 @@ class ImageTower(nn.Module):
         if self.training and self.patch_dropout:
             x_BND = drop_patches(x_BND, self.patch_dropout)
         x_BND = self.transformer(self.ln_pre(x_BND))
-        return self.ln_post(x_BND[:, 0]) @ self.proj
+        features: Tensor = self.ln_post(x_BND[:, 0]) @ self.proj
+        return features
 
 
 class TextTower(nn.Module):
-    """A causal Transformer that answers with its end token, [B, T] to [B, E]."""
+    """A causal Transformer whose output is its end token, [B, T] to [B, E]."""
 
     def __init__(self, config: CLIPConfig) -> None:
         super().__init__()
@@ -188,15 +178,16 @@ class TextTower(nn.Module):
         x_BTD = self.transformer(x_BTD)
         is_end = tokens_BT == self.vocab - 1
         x_BD = x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), is_end.int().argmax(dim=1)]
-        # Where looking at the ids would wait for the device, a caption without an end is not refused but not hidden.
+        # On a GPU the ids are not checked (it would synchronise): a caption without an end token gives NaN.
         x_BD = torch.where(is_end.any(dim=1, keepdim=True), x_BD, torch.nan)
-        return self.ln_final(x_BD) @ self.proj
+        features: Tensor = self.ln_final(x_BD) @ self.proj
+        return features
 
 
 def drop_patches(x_BND: Tensor, share: float) -> Tensor:
-    """Leave out this share of the patches, chosen anew for each image by torch's generator. Token 0 always stays."""
+    """Drop this share of the patches at random, separately for each image. Token 0 is always kept."""
     patches = x_BND.shape[1] - 1
-    # The small term keeps 10 * (1 - 0.9) from being just under one.
+    # + 1e-6: 10 * (1 - 0.9) is slightly below 1 in floats.
     keep = max(1, int(patches * (1 - share) + 1e-6))
     kept_BN = 1 + torch.rand(len(x_BND), patches, device=x_BND.device).topk(keep, dim=1).indices
     kept_BND = x_BND.gather(1, kept_BN[..., None].expand(-1, -1, x_BND.shape[2]))
@@ -218,21 +209,23 @@ def check_tokens(tokens: Tensor, vocab: int, context: int) -> None:
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be ids (batch, length), got shape {tuple(tokens.shape)}")
     if not 0 < tokens.shape[1] <= context:
-        raise ValueError(f"captions of {tokens.shape[1]} tokens do not fit context={context}; cut them, or raise it")
+        raise ValueError(
+            f"captions of {tokens.shape[1]} tokens do not fit context={context}; cut them, or raise context"
+        )
     check_indices("tokens", tokens, vocab)
-    # Only where looking costs nothing: on a GPU it would wait for the device, and a graph has no values to look at.
+    # Not on a GPU, where it would synchronise, and not while compiling, where there are no values.
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     ends = (tokens == vocab - 1).any(dim=1)
     if not ends.all():
         raise ValueError(
-            f"caption {ends.int().argmin()} has no end token {vocab - 1} (the last id of vocab={vocab}), where the "
-            "text tower reads its result; encode captions with a tokenizer of the same vocab"
+            f"caption {ends.int().argmin()} has no end token {vocab - 1} (the last id of vocab={vocab}), which the "
+            "text tower needs; encode captions with a tokenizer of the same vocab"
         )
 
 
 def _build_blocks(config: TransformerConfig) -> Transformer:
-    """Blocks with open_clip's deviations; queries, keys and values have them already."""
+    """Blocks initialised with open_clip's deviations; those of queries, keys and values are the default."""
     transformer = Transformer(config)
     residual = (2 * config.width * max(config.depth, 1)) ** -0.5
     for block in transformer.blocks:
@@ -248,5 +241,5 @@ def _normal(*shape: int, std: float) -> nn.Parameter:
 
 
 def _unit(x: Tensor) -> Tensor:
-    # In half precision the square of a small feature is zero, and so is the length it is divided by.
+    # In half precision the square of a small feature underflows, and the length would be zero.
     return normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)

@@ -1,8 +1,6 @@
-"""The switches of a Transformer, one field each, checked when the config is built.
+"""Configs of Transformers, checked when they are built. An error has the field, its value, and one that would work:
 
-A wrong value is refused with its field, the value, and a value that would work:
-
-    ConfigError: width=100 does not split into heads=3; try width=99
+ConfigError: width=100 does not split into heads=3; try width=99
 """
 
 import math
@@ -13,39 +11,42 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from trimtab.nn.kinds import LinearKind
 
 QKNorm = Literal["off", "shared", "per-head", "whole"]
+TYPES: dict[type, tuple[str, str]] = {  # name and example, for messages
+    int: ("a whole number", "1"),
+    float: ("a finite number", "1.0"),
+    bool: ("True or False", "True"),
+}
 
 
 class ConfigError(ValueError):
-    """A config that cannot be built. The message names the field, the value, and a value that would work."""
+    """A config with a wrong value. The message has the field, its value, and a value that would work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What every Transformer here can switch. GPT and the two towers of CLIP add where positions come from."""
+    """Options of the blocks of every Transformer here, in GPT and in both towers of CLIP."""
 
     depth: int
     width: int
     heads: int
     mlp_ratio: int = 4
-    bias: bool = False  # of linear layers and norms
+    bias: bool = False  # in linear layers and norms
     norm_eps: float = 1e-6
     qk_norm: QKNorm = "off"  # normalise queries and keys
     attention_scale: Literal["sqrt", "linear"] = "sqrt"  # 1 / sqrt(head width), or 1 / head width
     attention: Literal["softmax", "squared-relu"] = "softmax"
-    zero_queries: bool = False  # attention starts uniform
-    layer_scale: float | None = None  # first value of a learned gain on each residual branch
-    kappa: float | None = None  # queries and keys are given this size instead of their own
+    zero_queries: bool = False  # zero the query weights: attention is uniform at first
+    layer_scale: float | None = None  # initial value of a learned gain on each residual branch
+    kappa: float | None = None  # fixed scale of queries and keys
     linear: LinearKind = "float"
-    checkpointing: bool = False  # forget a block's activations and compute them again in the backward pass
+    checkpointing: bool = False  # recompute the activations of a block in the backward pass
 
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 0, "depth")
         check_at_least(self, 1, "width", "heads", "mlp_ratio")
         check_positive(self, "norm_eps", "kappa")
-        if self.width % self.heads:
-            nearest = max(round(self.width / self.heads), 1) * self.heads
-            raise ConfigError(f"width={self.width} does not split into heads={self.heads}; try width={nearest}")
+        check_splits(self, "width", "heads")
         if self.kappa is not None and self.qk_norm != "off":
             raise ConfigError(
                 f"kappa={self.kappa} sets the size of queries and keys, and so does qk_norm={self.qk_norm!r}; "
@@ -56,13 +57,17 @@ class BlockConfig:
     def head_width(self) -> int:
         return self.width // self.heads
 
+    def transformer_config(self, **changes: Any) -> "TransformerConfig":
+        """The config of the blocks alone, with some fields changed or added."""
+        return TransformerConfig(**{field.name: getattr(self, field.name) for field in fields(BlockConfig)} | changes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(BlockConfig):
-    """A stack of blocks: whether a token sees those after it, and whether attention knows where tokens are."""
+    """Config of a stack of blocks."""
 
     rope: bool  # rotary positions inside attention
-    causal: bool = True
+    causal: bool = True  # a token attends only to earlier ones
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,12 +79,12 @@ def check_rope(config: BlockConfig) -> None:
     if config.head_width % 2:
         raise ConfigError(
             f"width={config.width} with heads={config.heads} gives heads of {config.head_width}, and rotary positions "
-            f"turn pairs; try width={(config.head_width + 1) * config.heads}"
+            f"need an even head width; try width={(config.head_width + 1) * config.heads}"
         )
 
 
 def check_types(config: Any) -> None:
-    """Every field holds what its annotation says; numbers are finite."""
+    """Check that every field has its annotated type, and that numbers are finite."""
     hints = get_type_hints(type(config))
     for field in fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
@@ -90,16 +95,21 @@ def check_types(config: Any) -> None:
             continue
         kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         if not any(_is_a(value, kind) for kind in kinds):
-            wanted = " or ".join(
-                {int: "a whole number", float: "a finite number", bool: "True or False"}.get(k, "None") for k in kinds
-            )
-            raise ConfigError(f"{field.name}={value!r} is not {wanted}; try {field.name}={_example(kinds[0])}")
+            expected = " or ".join(TYPES.get(kind, ("None", ""))[0] for kind in kinds)
+            raise ConfigError(f"{field.name}={value!r} is not {expected}; try {field.name}={TYPES[kinds[0]][1]}")
 
 
 def check_at_least(config: Any, least: int, *names: str) -> None:
     for name in names:
         if getattr(config, name) < least:
             raise ConfigError(f"{name}={getattr(config, name)} is too small; try {name}={least}")
+
+
+def check_splits(config: Any, whole: str, part: str, words: str = "") -> None:
+    total, count = getattr(config, whole), getattr(config, part)
+    if total % count:
+        nearest = max(round(total / count), 1) * count
+        raise ConfigError(f"{whole}={total} does not split into {words}{part}={count}; try {whole}={nearest}")
 
 
 def check_positive(config: Any, *names: str) -> None:
@@ -115,7 +125,3 @@ def _is_a(value: object, kind: type) -> bool:
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)
-
-
-def _example(kind: type) -> str:
-    return {int: "1", float: "1.0", bool: "True"}[kind]

@@ -1,9 +1,9 @@
-"""Turn a model's linear layers into quantized ones in place, and back.
+"""Replace the linear layers of a model by quantized ones in place, and revert it.
 
     report = convert_linears(model, "switchback", skip="*router*")
-    print(report)                                  # what was converted, what was not, and why
+    print(report)                                  # which layers were converted, which were not, and why
 
-Parameters stay the same objects, so optimizers, names and state dicts go on as they are.
+Parameters stay the same objects, so optimizers, names and state dicts do not change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +17,8 @@ from trimtab.nn.kinds import LinearKind, why_too_large
 from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
-# The paper keeps the output layer in float; patch and token embeddings are no linear layers anyway. A Hugging Face
-# model names its output layer itself (get_output_embeddings). Other heads, and the routers of mixtures of experts, are
-# known by their usual names.
+# The paper keeps the output layer in float. A Hugging Face model has get_output_embeddings(); other heads, and routers
+# of mixtures of experts, are recognised by their usual names.
 HEADS = (
     *("head", "*.head", "*lm_head", "head.fc", "*.head.fc", "fc", "output", "*.output", "*output_projection"),
     *("*embed_out", "*visual_projection", "*text_projection", "*score", "*qa_outputs", "*classifier", "*classifier.*"),
@@ -31,11 +30,11 @@ Rule = str | nn.Module | Callable[[str, nn.Module], bool]
 
 @dataclass
 class Report:
-    """What a conversion did. Print it."""
+    """The result of a conversion; print it for a table."""
 
     kind: str
-    converted: dict[str, str] = field(default_factory=dict)  # name -> what it is now
-    kept: dict[str, str] = field(default_factory=dict)  # name -> why it stayed
+    converted: dict[str, str] = field(default_factory=dict)  # name -> description of the new layer
+    kept: dict[str, str] = field(default_factory=dict)  # name -> reason
 
     def __str__(self) -> str:
         rows = [("converted", *row) for row in self.converted.items()] + [("kept", *row) for row in self.kept.items()]
@@ -53,13 +52,13 @@ def convert_linears(
     threshold: float = 0.0,
     when: When = "faster",
 ) -> Report:
-    """Replace every nn.Linear and Hugging Face Conv1D by its quantized twin; the rest stays, with a reason.
+    """Replace every nn.Linear and Hugging Face Conv1D by its quantized version; the report has a reason for the others.
 
     Args:
-        skip: name patterns, modules (with all inside) or functions of (name, module).
-        only: convert these and no others. Left out, output heads (`HEADS`) stay as they are.
-        when: "faster" leaves calls that are too small to gain in float, and the report says from how many tokens on
-            they are not; "always" quantizes every call.
+        skip: name patterns, modules (with all their children) or functions of (name, module).
+        only: convert only these. By default all but output heads (`HEADS`).
+        when: "faster" runs calls that are too small to benefit in float, and the report has the smallest number of
+            tokens that is quantized; "always" quantizes every call.
     """
     if kind == "float":
         return revert_linears(model)
@@ -68,12 +67,12 @@ def convert_linears(
     places = list(_linears(model))
     for rule in (*skipped, *(chosen or ())):
         if not any(_matches(rule, name, module) for _, _, name, module in places):
-            said = repr(rule) if isinstance(rule, str) else f"a {type(rule).__name__}"
-            known = ", ".join(name for _, _, name, _ in places[:8]) or "none at all"
-            raise ValueError(f"skip or only names {said}, which is no linear layer of this model; it has {known}")
+            shown = repr(rule) if isinstance(rule, str) else f"a {type(rule).__name__}"
+            known = ", ".join(name for _, _, name, _ in places[:8]) or "none"
+            raise ValueError(f"skip or only names {shown}, which matches no linear layer of this model; it has {known}")
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    asked = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
-    heads = {id(head) for head in asked if head is not None}
+    outputs = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
+    heads = {id(head) for head in outputs if head is not None}
     report, made = Report(kind), dict[int, Any]()
     for parent, key, name, module in places:
         why = _why_head(name, module, heads) if only is None else None
@@ -89,7 +88,7 @@ def convert_linears(
 
 
 def revert_linears(model: nn.Module) -> Report:
-    """Put plain layers back, with the same parameters."""
+    """Replace quantized layers by plain ones with the same parameters."""
     report, made = Report("float"), dict[int, nn.Module]()
     for parent, key, name, module in list(_linears(model)):
         if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
@@ -109,7 +108,7 @@ def freeze_linears(model: nn.Module) -> None:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
-    """Every place a linear layer stands in, also if the same one stands in two: (parent, key, name, layer)."""
+    """Every use of a linear layer as (parent, key, name, layer); a shared layer has several."""
     for prefix, parent in model.named_modules():
         for key, module in parent._modules.items():
             if isinstance(module, nn.Linear | SwitchBackConv1D) or _is_conv1d(module):
@@ -126,9 +125,9 @@ def _why_kept(
     if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
         return f"already {module.kind}; revert_linears(model) first"
     if type(module) is not nn.Linear and not _is_conv1d(module):
-        return f"a {type(module).__name__}, whose forward is its own"
+        return f"a {type(module).__name__}, which has its own forward"
     if id(module.weight) in tied:
-        return "its weight is an embedding's"
+        return "its weight is shared with an embedding"
     weight = cast(Tensor, module.weight)
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}"
@@ -138,7 +137,7 @@ def _why_kept(
 
 
 def _why_head(name: str, module: nn.Module, heads: set[int]) -> str | None:
-    """Whether the model itself calls it its output layer, or its name does."""
+    """Whether the layer is an output head, by get_output_embeddings() or by its name."""
     pattern = next((pattern for pattern in HEADS if fnmatchcase(name, pattern)), None)
     if id(module) not in heads and pattern is None:
         return None
@@ -153,7 +152,7 @@ def _quantized(module: nn.Module, kind: LinearKind, threshold: float, when: When
         new = SwitchBackLinear(n_in, n_out, device="meta", kind=kind, threshold=threshold, when=when)
     else:
         new = SwitchBackConv1D(n_out, n_in, kind=kind, threshold=threshold, when=when)
-        new.original = type(module)  # what revert_linears makes
+        new.original = type(module)  # for revert_linears
     return _with_parameters_of(module, new)
 
 
@@ -169,7 +168,7 @@ def _plain(module: SwitchBackLinear | SwitchBackConv1D) -> nn.Module:
     if isinstance(module, SwitchBackLinear):
         return _with_parameters_of(module, nn.Linear(module.in_features, module.out_features, device="meta"))
     if module.original is None:
-        raise ValueError("this SwitchBackConv1D was not converted from a Conv1D, so there is nothing to go back to")
+        raise ValueError("this SwitchBackConv1D was not converted from a Conv1D, so it cannot be reverted")
     return _with_parameters_of(module, module.original(module.nf, module.nx))
 
 
@@ -181,13 +180,13 @@ def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
 def _check_root(model: nn.Module) -> None:
     if isinstance(model, nn.Linear) or _is_conv1d(model):
         raise ValueError(
-            "the model is itself a linear layer and cannot be replaced inside itself; build a SwitchBackLinear and "
-            "load its state dict, or put it in an nn.Sequential"
+            "the model is itself a linear layer and cannot be replaced in place; build a SwitchBackLinear and load its "
+            "state dict, or put it in an nn.Sequential"
         )
 
 
 def _is_conv1d(module: object) -> bool:
-    # By name: Hugging Face is not a dependency, and its Conv1D has moved between modules before.
+    # By name: transformers is not a dependency, and its Conv1D has moved between modules.
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
 
 

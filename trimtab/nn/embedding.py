@@ -1,8 +1,8 @@
-"""An embedding that survives 8-bit optimizers and high learning rates.
+"""An embedding that is stable with 8-bit optimizers and high learning rates.
 
-Words are as unevenly frequent as Zipf says: a few rows get huge gradients. Three remedies, each with its switch:
-Xavier uniform weights instead of normal ones, which have extreme values; a LayerNorm before positions are added,
-which also bounds the gradient; and 32-bit optimizer state.
+Word frequencies are very uneven (Zipf's law), so a few rows get very large gradients. Three remedies, each optional:
+Xavier uniform initialisation, which has no extreme values; a LayerNorm before positions are added, which also bounds
+the gradient; and 32-bit optimizer state.
 
 Dettmers et al. 2022, section 2.3 and appendix C.
 """
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 
 class StableEmbedding(nn.Embedding):
-    """A drop-in `nn.Embedding` for words. Do not add the norm to a model that was trained without it.
+    """A drop-in replacement of `nn.Embedding` for words. Do not add the norm to a model that was trained without it.
 
     Args:
         xavier: uniform weights within sqrt(6 / (words + width)); False keeps PyTorch's standard normal.
-        norm: a LayerNorm with gain and bias on what is looked up, its sums in float32.
-        keep32: `trimtab.optim.groups` gives this embedding 32-bit optimizer state. False leaves it to the size.
+        norm: apply a LayerNorm with gain and bias to the rows, with sums in float32.
+        keep32: `trimtab.optim.groups` gives this embedding 32-bit optimizer state.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StableEmbedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = super().forward(tokens)
-        # PyTorch sums in float32 inside; under autocast on a GPU it also returns float32.
+        # PyTorch sums in float32; under autocast on a GPU it also returns float32.
         return rows if self.norm is None else self.norm(rows).to(rows.dtype)
 
     def extra_repr(self) -> str:

@@ -1,11 +1,11 @@
-"""A decoder-only language model in which every intervention is one field of the config.
+"""GPT: a decoder-only language model. Every intervention of the paper is one field of the config.
 
     x = embedding[tokens] (+ positions)      x = blocks(x)      logits = norm(x) @ head
 
-Plain by default: pre-norm, no biases, rotary positions, a head of its own, no dropout. Biases, learned positions and
-a tied head make it GPT-2.
+By default: pre-norm, no biases, rotary positions, untied head, no dropout. With biases, learned positions and a tied
+head it is GPT-2.
 
-muParam keeps the best learning rate in place when the width changes. Its part in the optimizer is one number:
+muParam keeps the best learning rate constant when the width changes. The optimizer needs one number for it:
 
     model = GPT(GPTConfig(vocab=256, depth=4, width=1024, heads=16, mup="simple"))
     groups = trimtab.optim.groups(model, lr=1e-2, mup_ratio=model.mup_ratio)
@@ -17,7 +17,7 @@ Wortsman et al. 2023b (Small-scale proxies), section 2 for the model, 3.2 and ap
 # B batch, T time, D width, V vocabulary
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,11 +28,11 @@ from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check
 from trimtab.nn.embedding import StableEmbedding
 from trimtab.nn.init import init_linear
 from trimtab.nn.loss import Loss, check_indices, cross_entropy, linear_cross_entropy
-from trimtab.nn.tap import tap, wanted
+from trimtab.nn.tap import has_listener, tap
 from trimtab.nn.transformer import Transformer
 
-# The ladder of the paper, with heads of 64, and below it one for a laptop, with heads of 16. The name is what
-# `count_params` returns: 12 * depth * width^2.
+# The sizes of the paper (2.4M and larger, head width 64), and smaller ones for a laptop (head width 16). The names are
+# `count_params()`: 12 * depth * width^2.
 GPT_SIZES: dict[str, dict[str, int]] = {
     "6K": {"depth": 2, "width": 16, "heads": 1},
     "25K": {"depth": 2, "width": 32, "heads": 2},
@@ -53,13 +53,13 @@ GPT_SIZES: dict[str, dict[str, int]] = {
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(BlockConfig):
     vocab: int
-    context: int = 512  # longest sequence
+    context: int = 512  # largest sequence length
     positions: Literal["rope", "learned"] = "rope"
     embedding: Literal["plain", "stable"] = "plain"
-    tied: bool = False  # the head is the embedding
-    z_loss: float = 0.0  # 1e-4 keeps the output logits from drifting
+    tied: bool = False  # head and embedding share one matrix
+    z_loss: float = 0.0  # 1e-4 prevents drift of the output logits
     mup: Literal["off", "simple", "intermediate", "full"] = "off"
-    mup_base_width: int = 256  # where muParam and standard training are the same
+    mup_base_width: int = 256  # the width at which muParam and the standard parametrisation are equal
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,23 +71,18 @@ class GPTConfig(BlockConfig):
         if self.tied and self.mup != "off":
             raise ConfigError(
                 f"tied=True makes one matrix of embedding and head, and mup={self.mup!r} trains the two at different "
-                "rates; try tied=False"
+                "learning rates; try tied=False"
             )
 
     @property
     def transformer(self) -> TransformerConfig:
-        """The blocks' config. Full muParam is also an attention scale and an initialisation."""
-        shared = {field.name: getattr(self, field.name) for field in fields(BlockConfig)}
-        if self.mup == "full":
-            shared |= {"attention_scale": "linear", "zero_queries": True}
-        return TransformerConfig(**shared, causal=True, rope=self.positions == "rope")
+        """The config of the blocks. Full muParam also changes the attention scale and the initialisation."""
+        full = {"attention_scale": "linear", "zero_queries": True} if self.mup == "full" else {}
+        return self.transformer_config(causal=True, rope=self.positions == "rope", **full)
 
 
 class GPT(nn.Module):
-    """Logits for each next token, or, given the targets, the loss.
-
-    Taps: "logits", "logz" (only where there are targets), and those of the blocks.
-    """
+    """Logits of the next tokens or, with targets, the loss. Taps: "logits", "logz" (with targets), and the blocks'."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -105,20 +100,20 @@ class GPT(nn.Module):
 
     @property
     def mup_ratio(self) -> float:
-        """What `trimtab.optim.groups` multiplies the learning rate of linear layers by: base fan in / fan in."""
+        """Factor of the learning rate of linear layers in `trimtab.optim.groups`: base fan in / fan in."""
         return 1.0 if self.config.mup == "off" else self.config.mup_base_width / self.config.width
 
     def count_params(self) -> int:
-        """How many weights the blocks' matrices have: 12 * depth * width^2 where the MLP is four times as wide.
+        """The number of weights in the matrices of the blocks: 12 * depth * width^2 if `mlp_ratio` is 4.
 
-        Embedding and head are left out, as scaling laws do, and gains and biases, which are a thousandth.
+        Without embedding and head, as in scaling laws, and without gains and biases (about 0.1 %).
         """
         return sum(p.numel() for p in self.transformer.parameters() if p.dim() == 2)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Loss:
-        """Score the prediction of targets [B, T]; `IGNORE` (-100) marks tokens without one.
+        """The loss for targets [B, T]; `IGNORE` (-100) marks tokens without a target.
 
-        The same as `model(tokens, targets)`, which is what wrappers like DDP and torch.compile know.
+        Equal to `model(tokens, targets)`, which also works through wrappers such as DDP and torch.compile.
         """
         loss: Loss = self(tokens, targets)
         return loss
@@ -130,7 +125,7 @@ class GPT(nn.Module):
         weight = self._head_weight()
         if weight is None:
             return cross_entropy(tap(self._logits(x_BTD), "logits"), targets, z_loss=self.config.z_loss)
-        if wanted("logits"):
+        if has_listener("logits"):
             with torch.no_grad():
                 tap(self._logits(x_BTD), "logits")
         return linear_cross_entropy(x_BTD, weight, targets, z_loss=self.config.z_loss)
@@ -140,15 +135,15 @@ class GPT(nn.Module):
         x_BTD = self.embedding(tokens)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions.weight[: tokens.shape[-1]]
-        x_BTD = self.norm(self.transformer(x_BTD))
-        return x_BTD
+        features: Tensor = self.norm(self.transformer(x_BTD))
+        return features
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
-        y_BTV = F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
+        y_BTV: Tensor = F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
         return y_BTV.to(torch.promote_types(y_BTV.dtype, torch.float32))
 
     def _head_weight(self) -> Tensor | None:
-        """The matrix that makes the logits, unless somebody put another kind of layer in place of the head."""
+        """The matrix of the output layer; None if the head was replaced by another kind of layer."""
         if self.head is None:
             return self.embedding.weight
         return self.head.weight if type(self.head) is nn.Linear and self.head.bias is None else None

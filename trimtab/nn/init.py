@@ -1,14 +1,14 @@
-"""How matrices start: truncated normal with standard deviation 1 / sqrt(fan in), biases at zero.
+"""Initialisation of linear layers: truncated normal with standard deviation 1 / sqrt(fan in), biases zero.
 
-Cutting a normal at two deviations makes it narrower; it is widened first, so that what remains has the deviation
-asked for (Flax's lecun_normal). Wortsman et al. 2023b, section 2.
+Truncation at two deviations reduces the deviation of a normal; it is divided by `CUT_STD` to correct that, as in Flax's
+lecun_normal. Wortsman et al. 2023b, section 2.
 """
 
 import math
 
 from torch import nn
 
-CUT_STD = 0.87962566103423978  # of a unit normal cut at two deviations
+CUT_STD = 0.87962566103423978  # standard deviation of a unit normal truncated at ±2
 
 
 def init_linear(linear: nn.Linear, std: float | None = None) -> None:

@@ -1,21 +1,21 @@
-"""What a quantized linear layer computes: its three matrix products, one class per kind.
+"""The three matrix products of a quantized linear layer, one class per kind.
 
     Y = X W^T + bias            X [tokens, in], W [out, in]
     dX = G W                    G = dL/dY [tokens, out]
-    dW = G^T X                  summed over all tokens: the inner dimension is the longest here
+    dW = G^T X                  summed over all tokens: the longest inner dimension
 
 | kind           | X                | W                | G               | dW                       |
 |----------------|------------------|------------------|-----------------|--------------------------|
-| switchback     | int8 by row      | int8 by tensor   | int8 by row     | as it is: switched back  |
-| switchback-m   | "                | "                | "               | of the int8 X, all kept  |
-| switchback-q   | "                | int8 by vector   | "               | as it is                 |
+| switchback     | int8 by row      | int8 by tensor   | int8 by row     | not quantized            |
+| switchback-m   | "                | "                | "               | of the stored int8 X     |
+| switchback-q   | "                | int8 by vector   | "               | not quantized            |
 | llm-int8       | "                | "                | "               | int8 by column           |
-| fp8-tensorwise | e4m3 by tensor   | e4m3 by tensor   | e5m2 by tensor  | of the rounded ones      |
-| fp8-switchback | e4m3 by row      | e4m3 by tensor   | e5m2 by row     | as it is                 |
+| fp8-tensorwise | e4m3 by tensor   | e4m3 by tensor   | e5m2 by tensor  | of the rounded X and G   |
+| fp8-switchback | e4m3 by row      | e4m3 by tensor   | e5m2 by row     | not quantized            |
 
-A scale can leave a product only if it is constant along the inner dimension. In dW the inner dimension is the tokens,
-so its scales are maxima over all tokens, and one loud token drowns the others: that is why it is switched back.
-A row with a NaN or an Inf comes out as NaN. Wortsman et al. 2023, sections 2 and 3.
+A scale can be factored out of a product only if it is constant along the inner dimension. The inner dimension of dW is
+the tokens, so its scales are maxima over all tokens, and one large token spoils the precision of all others.
+SwitchBack therefore does not quantize dW. A row with a NaN or Inf gives NaN. Wortsman et al. 2023, sections 2 and 3.
 """
 
 from typing import Literal, get_args
@@ -40,17 +40,17 @@ Tensors = tuple[Tensor, ...]
 
 
 class SwitchBack:
-    """Also the default for the others: each says only what it does differently."""
+    """Also the base class: the other kinds override what differs."""
 
-    by_row: tuple[str, ...] = ("input", "grad")  # the operands with a scale per row; the others have one in all
+    by_row: tuple[str, ...] = ("input", "grad")  # operands with one scale per row; the others have one per tensor
 
     def quantize_weight(self, w: Tensor) -> Tensors:
-        """What the products need of the weight; made once per step."""
+        """The quantized weight, computed once per step."""
         codes, absmax = quantize_tensorwise(w if w.is_contiguous() else w.t())
         return codes if w.is_contiguous() else codes.t(), absmax
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
-        """Y, and what `grad_weight` will need of X. `weight` is what `quantize_weight` made of `w`."""
+        """Y, and what `grad_weight` needs of X. `weight` is `quantize_weight(w)`."""
         return self.product(*quantize_rowwise(x), weight, bias, x.dtype), (x,)
 
     def product(
@@ -63,10 +63,9 @@ class SwitchBack:
         return int8_matmul(codes, weight[0], absmax, weight[1], dtype=g.dtype)
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
-        # Not quantized: its inner dimension is batch times time, and its scales would be those of the loudest token.
         return g.t() @ kept[0]
 
-    # What the rounding does to each operand; for statistics and tests.
+    # Rounded operands, for statistics and tests.
 
     def round_input(self, x: Tensor) -> Tensor:
         codes, absmax = quantize_rowwise(x)
@@ -80,7 +79,7 @@ class SwitchBack:
 
 
 class SwitchBackM(SwitchBack):
-    """Keeps the int8 codes of the input: a quarter of the bytes of float32."""
+    """Stores the int8 codes of the input for the backward pass: a quarter of the bytes of float32."""
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         codes, absmax = quantize_rowwise(x)
@@ -110,15 +109,15 @@ class SwitchBackQ(SwitchBack):
 
 
 class LLMInt8(SwitchBackQ):
-    """All three products in int8. With a threshold, columns of X with a larger value are multiplied as they are."""
+    """All three products in int8. With a threshold, columns of X with a larger value are multiplied in float."""
 
     def __init__(self, threshold: float = 0.0) -> None:
         if not threshold >= 0:
-            raise ValueError(f"threshold must be at least 0 (0: no outliers are taken out), got {threshold}")
+            raise ValueError(f"threshold must be at least 0 (0: no outlier columns), got {threshold}")
         self.threshold = threshold
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """X without its outlier columns, and those columns alone."""
+        """X with its outlier columns set to zero, and X with all other columns set to zero."""
         outlier = (x.abs() > self.threshold).any(dim=0)
         return torch.where(outlier, 0, x), torch.where(outlier, x, 0)
 
@@ -141,7 +140,7 @@ class LLMInt8(SwitchBackQ):
 
 
 class Float8SwitchBack(SwitchBack):
-    """float8 by simulation: rounded to its values, multiplied as usual."""
+    """Simulated float8: operands are rounded to float8 values and multiplied in their own dtype."""
 
     def quantize_weight(self, w: Tensor) -> Tensors:
         return (self.round_weight(w),)
@@ -164,7 +163,7 @@ class Float8SwitchBack(SwitchBack):
 
 
 class Float8Tensorwise(Float8SwitchBack):
-    """The baseline that diverges in large models: one scale per tensor, everywhere."""
+    """One scale per tensor for all operands: the baseline, which diverges in large models."""
 
     by_row = ()
 
@@ -179,7 +178,7 @@ class Float8Tensorwise(Float8SwitchBack):
 
 
 def why_too_large(kind: str, in_features: int, out_features: int) -> str | None:
-    """Why the int8 products cannot sum over so many features, or None. float8 sums in floating point."""
+    """Why the int8 products cannot sum over so many features, or None. float8 kinds sum in floating point."""
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         # The forward product sums over in_features, the gradient of the input over out_features.
         if size > MAX_INNER and not kind.startswith("fp8"):
@@ -189,7 +188,7 @@ def why_too_large(kind: str, in_features: int, out_features: int) -> str | None:
 
 def make_kind(kind: str, threshold: float = 0.0) -> SwitchBack:
     if threshold and kind != "llm-int8":
-        raise ValueError(f"threshold belongs to llm-int8, whose outliers it takes out; {kind} has none")
+        raise ValueError(f"threshold belongs to llm-int8; leave it out for {kind}")
     if kind == "llm-int8":
         return LLMInt8(threshold)
     classes = {

@@ -1,13 +1,12 @@
-"""What a model is scored by.
+"""Cross entropy with z-loss.
 
-Cross entropy with z-loss. logZ, the logarithm of the sum over exp(logits), may drift far from zero without changing
-the cross entropy, until low precision cannot hold the logits any more; a small price on its square keeps it home.
+logZ, the logarithm of the sum over exp(logits), may drift far from zero without changing the cross entropy, until the
+logits lose their precision. The z-loss is a small penalty on its square that prevents this.
 
     ce = logZ - y[target]      loss = mean(ce + c logZ^2)      dloss/dy = p (1 + 2 c logZ) - 1[target]
 
-The mean is over tokens whose target is not `IGNORE`, for both terms. If there is none, the loss is 0 and so are all
-gradients: a batch of padding changes nothing. What a token without a target computed, even NaN, is never looked at.
-On several processes each takes the mean over its own tokens.
+Both means are over tokens whose target is not `IGNORE`. If there are none, the loss and all gradients are 0. Values of
+tokens without a target, even NaN, have no effect. With several processes, each takes the mean over its own tokens.
 
 Wortsman et al. 2023b, section 3 (Small-scale proxies).
 """
@@ -21,12 +20,12 @@ from trimtab.nn.tap import tap
 
 # B batch, T time, N tokens, D width, V vocabulary
 
-IGNORE = -100  # the target of a token that has none; PyTorch's number
-LOGITS_AT_ONCE = 2**25  # how many logits `linear_cross_entropy` holds: enough tokens for a matrix product at full speed
+IGNORE = -100  # target of tokens without one, as in PyTorch
+LOGITS_AT_ONCE = 2**25  # logits in memory in `linear_cross_entropy`: enough for a matrix product at full speed
 
 
 class Loss(NamedTuple):
-    """`loss` is for the backward pass and is ce + z; `ce`, the cross entropy, and `z`, the z-loss, are for reading."""
+    """`loss` = ce + z is for the backward pass; `ce` (cross entropy) and `z` (z-loss) are detached."""
 
     loss: Tensor
     ce: Tensor
@@ -34,11 +33,11 @@ class Loss(NamedTuple):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Loss:
-    """Score logits [..., V] against targets [...]. Tap: "logz", per token."""
+    """The loss of logits [..., V] for targets [...]. Tap: "logz", per token."""
     check_targets(targets, logits.shape[:-1], logits.shape[-1])
     y_NV = logits.reshape(-1, logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
     valid, index, count = _read(targets)
-    # Replaced, not multiplied by 0: 0 * NaN is NaN, forward and backward.
+    # `where` instead of a product with 0: 0 * NaN is NaN, forward and backward.
     y_NV = torch.where(valid[:, None], y_NV, 0)
     logz = y_NV.logsumexp(dim=-1)
     ce = logz - y_NV.gather(1, index[:, None]).squeeze(1)
@@ -48,27 +47,28 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Lo
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0) -> Loss:
-    """Score x [..., D] @ weight [V, D].T against targets [...] without ever holding all the logits.
+    """The loss of x [..., D] @ weight [V, D].T for targets [...], without all logits in memory.
 
-    The same as `cross_entropy(x @ weight.T, ...)`, a few hundred tokens at a time. Their gradient is at hand while
-    their logits are, so the forward pass computes it and the backward pass only scales it. It can be
-    differentiated once.
+    Equal to `cross_entropy(x @ weight.T, ...)`, computed in chunks of tokens. The forward pass also computes the
+    gradients, and the backward pass only scales them. It can be differentiated once.
     """
     if hasattr(weight, "device_mesh"):
         raise ValueError(
-            "weight is sharded, and its rows are needed together; shard the model that owns it (fully_shard(model)), "
-            "not the head by itself"
+            "weight is sharded, but all its rows are needed; shard the model that owns it (fully_shard(model)), "
+            "not only the head"
         )
     check_targets(targets, x.shape[:-1], weight.shape[0])
     valid, index, count = _read(targets)
     rows = max(LOGITS_AT_ONCE // weight.shape[0] // 16, 1) * 16
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and weight.requires_grad)
-    # What autocast would multiply in. Inside it is off: the weight is cast once, not once for every chunk.
+    # The dtype of autocast. Autocast is disabled inside, so that the weight is cast once and not for every chunk.
     device = x.device.type
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     x_ND = x.reshape(-1, x.shape[-1])
-    loss, ce, logz = _LinearCrossEntropy.apply(x_ND, weight, index, valid, count, z_loss, rows, low, needs)
+    loss, ce, logz = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        x_ND, weight, index, valid, count, z_loss, rows, low, needs
+    )
     return _report(loss, ce, logz, valid, count, z_loss)
 
 
@@ -87,20 +87,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(x_ND.device.type, enabled=False):
-            # Tokens without a target enter as zeros, so that a NaN of theirs cannot reach a gradient.
+            # Tokens without a target become zeros: a NaN must not reach a gradient.
             x = torch.where(valid[:, None], x_ND, 0).to(low or x_ND.dtype)
             weight = weight_VD.to(x.dtype)
             wide = torch.promote_types(x.dtype, torch.float32)
             ce, logz = torch.empty(2, len(x), dtype=wide, device=x.device).unbind()
             grad_x = torch.empty_like(x) if needs[0] else None
             grad_weight = None
-            # Logits lie as [V, N]: with V seldom a multiple of 16, rows of V would each start off the cache line, and
-            # the products run at two thirds of their speed.
+            # Logits are [V, N]: V is rarely a multiple of 16, so rows of V would not be aligned to cache lines, and the
+            # products would run at two thirds of the speed.
             for start in range(0, len(x), rows):
                 part = slice(start, start + rows)
                 y_VN = (weight @ x[part].t()).to(wide)
                 ce[part], logz[part] = _score_(y_VN, index[part], valid[part], z_loss)
-                slope_VN = y_VN.to(x.dtype)  # no copy in float32
+                slope_VN = y_VN.to(x.dtype)  # no copy if float32
                 if grad_x is not None:
                     grad_x[part] = slope_VN.t() @ weight
                 if needs[1]:
@@ -108,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             zero = ce.new_zeros(())
             loss = (torch.where(valid, ce, zero) + z_loss * torch.where(valid, logz, zero).square()).sum() / count
         grad_x = None if grad_x is None else grad_x.to(x_ND.dtype)
-        if needs[1]:  # there may be no tokens at all
+        if needs[1]:  # grad_weight is None if there are no tokens
             grad_weight = torch.zeros_like(weight_VD) if grad_weight is None else grad_weight.to(weight_VD.dtype)
         ctx.save_for_backward(grad_x, grad_weight, count)
         ctx.mark_non_differentiable(ce, logz)
@@ -118,17 +118,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise RuntimeError(
-                "linear_cross_entropy can be differentiated once: its gradient was computed without a history. For "
-                "second derivatives use cross_entropy(model(tokens), targets)"
+                "linear_cross_entropy can be differentiated once, because its gradient has no graph. For second "
+                "derivatives use cross_entropy(model(tokens), targets)"
             )
         *grads, count = ctx.saved_tensors
-        # Divided only now: p / count would vanish in 16 bits.
+        # Divided here and not in forward: p / count would underflow in 16 bits.
         share = grad_loss / count
         return *(None if g is None else g * share.to(g.dtype) for g in grads), *[None] * 7
 
 
 def _score_(y_VN: Tensor, index: Tensor, valid: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return ce and logZ of some tokens' logits, which are overwritten by the gradient of their summed loss."""
+    """Return ce and logZ of tokens; overwrite their logits with the gradient of the summed loss."""
     target = y_VN.gather(0, index[None]).squeeze(0)
     largest = y_VN.amax(dim=0)
     total = y_VN.sub_(largest).exp_().sum(dim=0)
@@ -140,7 +140,7 @@ def _score_(y_VN: Tensor, index: Tensor, valid: Tensor, z_loss: float) -> tuple[
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, kept in at least float32. The first product makes the total: zeros would cost a pass."""
+    """total + a @ b in at least float32. The first product is the total: zeros would cost a pass over memory."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if total is None:
         return (a @ b).to(wide)
@@ -154,7 +154,7 @@ def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:
 
 
 def check_indices(name: str, x: Tensor, limit: int, *, ignore: int | None = None) -> None:
-    """Refuse numbers outside [0, limit). Only on the CPU: elsewhere it would wait for the device, which refuses too."""
+    """Refuse numbers outside [0, limit). Only on the CPU: on a GPU it would synchronise, and the kernel checks too."""
     if x.is_floating_point() or x.dtype == torch.bool:
         raise ValueError(f"{name} must be whole numbers, got {x.dtype}; call {name}.long()")
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
@@ -168,7 +168,7 @@ def check_indices(name: str, x: Tensor, limit: int, *, ignore: int | None = None
 
 
 def _read(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens count, a class to look up for each, and how many count (1 if none does)."""
+    """Mask of tokens with a target, their class (0 for the others), and their number (at least 1)."""
     flat = targets.flatten()
     valid = flat != IGNORE
     return valid, torch.where(valid, flat, 0).long(), valid.sum().clamp(min=1)

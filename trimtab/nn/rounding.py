@@ -1,12 +1,13 @@
-"""How much the quantized layers of a model lose: relative error and saturation, layer by layer.
+"""Rounding errors of the quantized layers of a model: relative error, saturation and underflow of each layer.
 
     with measure_rounding(model) as seen:
         model(batch).sum().backward()
     print(seen["blocks.0.mlp.up"].error("input"))
 
-Measuring rounds every operand once more, so it costs time; without it a layer pays one attribute test.
+Measuring rounds every operand a second time. Without it, a layer pays one attribute test.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,60 +20,52 @@ Operand = Literal["input", "weight", "grad"]
 
 
 @dataclass
-class _Sums:
-    """Added up on the device over all calls; nothing waits for it before somebody reads."""
-
-    error: Tensor | float = 0.0
-    square: Tensor | float = 0.0
-    saturated: Tensor | float = 0.0
-    flushed: Tensor | float = 0.0
-    count: int = 0
-
-
-@dataclass
 class Rounding:
-    """What one layer's rounding did to its operands while it was measured."""
+    """Rounding statistics of the operands of one layer."""
 
-    sums: dict[Operand, _Sums] = field(default_factory=dict)
+    # Per operand, over all calls: squared error, square, saturated, flushed, count. Not synchronised until read.
+    sums: dict[Operand, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
-    def see(self, operand: Operand, x: Tensor, rounded: Tensor, by_row: bool) -> None:
+    def add(self, operand: Operand, x: Tensor, rounded: Tensor, by_row: bool) -> None:
         x, rounded = x.detach().float(), rounded.float()
-        sums = self.sums.setdefault(operand, _Sums())
-        sums.error = sums.error + (rounded - x).double().square().sum()
-        sums.square = sums.square + x.double().square().sum()
-        # A value as large as the largest that shares its scale sits on the last code.
+        # Values equal to the largest one with the same scale have the last code.
         largest = rounded.abs().amax(dim=-1, keepdim=True) if by_row else rounded.abs().amax()
-        sums.saturated = sums.saturated + ((rounded.abs() == largest) & (rounded != 0)).sum()
-        sums.flushed = sums.flushed + ((rounded == 0) & (x != 0)).sum()
-        sums.count += x.numel()
+        saturated = ((rounded.abs() == largest) & (rounded != 0)).sum()
+        flushed = ((rounded == 0) & (x != 0)).sum()
+        squares = [(rounded - x).double().square().sum(), x.double().square().sum()]
+        new = torch.stack([*squares, saturated.double(), flushed.double(), squares[0].new_tensor(x.numel())])
+        self.sums[operand] = new + self.sums.get(operand, 0.0)
 
     def error(self, operand: Operand) -> float:
-        """|rounded - x| / |x|, Euclidean, over everything seen."""
-        sums = self._of(operand)
-        return float((torch.as_tensor(sums.error) / torch.as_tensor(sums.square).clamp(min=1e-300)).sqrt())
+        """|rounded - x| / |x|, Euclidean, over all calls."""
+        error, square, *_ = self._of(operand)
+        return math.sqrt(error / max(square, 1e-300))
 
     def saturated(self, operand: Operand) -> float:
-        """The share of values that sit on their scale's largest code. At least one per scale does."""
-        return float(self._of(operand).saturated) / max(1, self._of(operand).count)
+        """The share of values with the largest code of their scale; at least one value per scale."""
+        _, _, saturated, _, count = self._of(operand)
+        return saturated / max(1, count)
 
     def flushed(self, operand: Operand) -> float:
-        """The share of values that became zero and were not."""
-        return float(self._of(operand).flushed) / max(1, self._of(operand).count)
+        """The share of non-zero values that were rounded to zero."""
+        *_, flushed, count = self._of(operand)
+        return flushed / max(1, count)
 
-    def _of(self, operand: Operand) -> _Sums:
+    def _of(self, operand: Operand) -> list[float]:
         if operand not in self.sums:
-            seen = ", ".join(self.sums) or "nothing"
-            raise ValueError(f"no {operand} was seen, only {seen}; run a forward (and for grad a backward) inside")
-        return self.sums[operand]
+            known = ", ".join(self.sums) or "nothing"
+            raise ValueError(f"no {operand} was measured, only {known}; run a forward (and for grad a backward) inside")
+        sums: list[float] = self.sums[operand].tolist()
+        return sums
 
 
 @contextmanager
 def measure_rounding(model: nn.Module) -> Iterator[dict[str, Rounding]]:
-    """Measure every quantized layer of the model inside the `with`; by name."""
+    """Measure all quantized layers of the model inside the `with`. Yields `Rounding` by layer name."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "rounding")}
     if not layers:
-        raise ValueError("the model has no quantized layer; convert_linears(model, 'switchback') makes them")
+        raise ValueError("the model has no quantized layer; create them with convert_linears(model, 'switchback')")
     found = {name: Rounding() for name in layers}
     try:
         for name, layer in layers.items():

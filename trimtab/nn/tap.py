@@ -1,14 +1,12 @@
-"""`tap(x, "logits")` gives a value inside a model a name, and hands it to whoever listens.
+"""`tap(x, "logits")` names a value inside a model and passes it to the listeners.
 
     with listen(model, lambda name, x: print(name, x.max()), patterns=("*.attention.logits",)):
         model(tokens)                       # blocks.0.attention.logits tensor(1.9)  ...
 
-A name is relative to the module that is running; the listener hears the whole path. The path comes from hooks that
-`listen` puts on the modules and takes away again, so a model nobody listens to pays one test per tap, and compiles
-into one graph. The handler gets the value detached, and nothing here keeps it afterwards. A value that activation
-checkpointing computes a second time, inside the backward pass, is heard once.
-
-A value that costs something to make is made only if `wanted(name)`.
+A name is relative to the running module; the handler gets the full path. The path comes from hooks that `listen` adds
+to the modules and removes again, so a model without listeners pays one test per tap and compiles into one graph. The
+handler gets the value detached; it is not stored. A value that activation checkpointing recomputes in the backward pass
+is passed once. Compute an expensive value only if `has_listener(name)`.
 """
 
 import threading
@@ -23,34 +21,34 @@ from torch import Tensor, nn
 
 Handler = Callable[[str, Tensor], None]
 
-# What torch.compile and checkpoint wrappers add to the names of the modules inside them.
+# Parts of module names added by torch.compile and checkpoint wrappers.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def tap(x: Tensor, name: str) -> Tensor:
-    """Return `x`, after everybody who listens to this name has seen it."""
+    """Pass `x` to the listeners of this name, and return it."""
     if _listeners:
-        _tell(x, name)
+        _call_handlers(x, name)
     return x
 
 
-def wanted(name: str) -> bool:
-    """Does somebody listen to this name, in the module that is running now?"""
-    return bool(_listeners) and _somebody_wants(name)
+def has_listener(name: str) -> bool:
+    """Whether a listener is registered for this name in the running module."""
+    return bool(_listeners) and _any_listener(name)
 
 
 @contextmanager
 def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = ("*",)) -> Iterator[None]:
-    """While this is open, `handler(path, value)` hears every tap in the model whose path matches a pattern.
+    """Inside the `with`, `handler(path, value)` is called for every tap whose path matches a pattern.
 
-    The value shares memory with the running model: read it, keep a copy if you need one, never write into it.
+    The value shares memory with the model: do not modify it; clone it to keep it.
     """
     listener = _Listener(handler, (patterns,) if isinstance(patterns, str) else tuple(patterns))
     hooks = []
     for name, module in model.named_modules():
         path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
         hooks.append(module.register_forward_pre_hook(partial(listener.enter, path)))
-        # also when forward raises, or the path would be wrong ever after
+        # also if forward raises: otherwise the path would be wrong afterwards
         hooks.append(module.register_forward_hook(partial(listener.leave, path), always_call=True))
     _listeners.append(listener)
     try:
@@ -62,7 +60,7 @@ def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = (
 
 
 class _Listener(threading.local):
-    """One handler, and the path of the module that runs now: each thread has its own."""
+    """A handler and, per thread, the path of the running module."""
 
     def __init__(self, handler: Handler, patterns: tuple[str, ...]) -> None:
         self.handler = handler
@@ -70,11 +68,11 @@ class _Listener(threading.local):
         self.path: list[str] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model, made while somebody listens, is heard by nobody."""
+        """A copy of the model has no listener."""
         return _Listener, (_ignore, ())
 
     def enter(self, path: str, *_: Any) -> None:
-        if not path:  # the model starts anew: forget what an interrupt left behind
+        if not path:  # a new forward pass: discard what an interrupted one left
             self.path.clear()
         self.path.append(path)
 
@@ -83,8 +81,8 @@ class _Listener(threading.local):
             self.path.pop()
 
     def full_name(self, name: str) -> str | None:
-        """The whole path of a tap here, if this listener wants it."""
-        if not self.path:  # another model runs
+        """The full path of a tap in the running module, if it matches a pattern."""
+        if not self.path:  # another model is running
             return None
         path = f"{self.path[-1]}.{name}" if self.path[-1] else name
         return path if any(fnmatchcase(path, pattern) for pattern in self.patterns) else None
@@ -97,8 +95,9 @@ def _ignore(name: str, x: Tensor) -> None:
 _listeners: list[_Listener] = []
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import the compiler with us
-def _tell(x: Tensor, name: str) -> None:
+# Not torch.compiler.disable, which would import the compiler.
+@torch._disable_dynamo
+def _call_handlers(x: Tensor, name: str) -> None:
     if _recomputing():
         return
     for listener in tuple(_listeners):
@@ -107,11 +106,11 @@ def _tell(x: Tensor, name: str) -> None:
             listener.handler(path, x.detach())
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import the compiler with us
-def _somebody_wants(name: str) -> bool:
+@torch._disable_dynamo
+def _any_listener(name: str) -> bool:
     return not _recomputing() and any(listener.full_name(name) is not None for listener in _listeners)
 
 
 def _recomputing() -> bool:
-    # The number of the backward pass that runs in this thread, -1 if none does.
+    # The id of the backward pass running in this thread; -1 if there is none.
     return bool(torch._C._current_graph_task_id() != -1)

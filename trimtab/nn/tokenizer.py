@@ -1,12 +1,11 @@
-"""Captions to token ids and back, with nothing to download: one token per byte, or one per word.
+"""Tokenizers for captions that need no download: one token per byte, or one per word.
 
     "a cat"  ->  start  a  cat  end  padding  padding ...        one row of `context` ids
 
-Every row has its start and its end token, also when the caption is cut to fit. Padding is id 0 and the end token is
-the last id, `vocab - 1`, as in CLIP's own vocabulary: that is where the text tower reads its result.
+Every row has a start and an end token, also if the caption is truncated. Padding is id 0, and the end token is the last
+id, `vocab - 1`, as in CLIP's vocabulary: the output of the text tower is taken there.
 
-Bytes need no vocabulary and lose nothing; words make short rows, which is what a small model needs, and read every
-word they have not seen as one unknown token.
+Bytes need no vocabulary and are lossless. Words give shorter rows; unseen words become one unknown token.
 """
 
 import json
@@ -23,33 +22,25 @@ from torch import Tensor
 from trimtab.nn.config import ConfigError
 
 PADDING = 0  # in both vocabularies
-UNKNOWN = "<unknown>"  # no word can look like it: `<` is a word of its own
+UNKNOWN = "<unknown>"  # cannot be a word, because `<` is a separate word
 CONTEXT = 77  # CLIP's
 
 
 class Tokenizer(ABC):
-    """What both share: rows of equal length with a start, an end and padding.
-
-    Attributes:
-        context: ids per row.
-        vocab: number of ids.
-        start, end: the last two ids.
-    """
+    """Base class: rows of `context` ids with start, end and padding. `start` and `end` are the last two ids."""
 
     kind: str
 
     def __init__(self, vocab: int, context: int) -> None:
         if context < 3:
-            raise ConfigError(f"context={context} leaves no room between start and end; try context={CONTEXT}")
-        self.context = context
-        self.vocab = vocab
-        self.start = vocab - 2
-        self.end = vocab - 1
+            raise ConfigError(f"context={context} has no room between start and end token; try context={CONTEXT}")
+        self.context, self.vocab = context, vocab
+        self.start, self.end = vocab - 2, vocab - 1
 
     def encode(self, captions: str | Iterable[str], *, trim: bool = False) -> Tensor:
-        """Return int64 ids [captions, context]. A caption too long loses its tail, never its end token.
+        """Return int64 ids [captions, context]. Captions that are too long are truncated, and keep their end token.
 
-        `trim` makes the rows as long as the longest caption, which is less work for the same features.
+        `trim` makes the rows as long as the longest caption: less computation for the same features.
         """
         captions = [captions] if isinstance(captions, str) else list(captions)
         rows = torch.full((len(captions), self.context), PADDING)
@@ -65,7 +56,7 @@ class Tokenizer(ABC):
         return rows[:, :longest]
 
     def decode(self, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[str]:
-        """Return one caption per row: what is before the first end token, without start and padding."""
+        """Return one caption per row: the text before the first end token, without start and padding."""
         rows = torch.as_tensor(tokens)
         if rows.is_floating_point() or rows.dim() not in (1, 2):
             raise ValueError(f"tokens must be ids [rows, length], got {rows.dtype} of shape {tuple(rows.shape)}")
@@ -80,7 +71,7 @@ class Tokenizer(ABC):
         return self.join([i for i in row if i not in (PADDING, self.start)])
 
     def save(self, path: str | Path) -> None:
-        """Write everything `load_tokenizer` needs, as JSON."""
+        """Write a JSON file for `load_tokenizer`."""
         Path(path).write_text(json.dumps(self.describe(), indent=1), encoding="utf-8")
 
     def describe(self) -> dict[str, Any]:
@@ -88,15 +79,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def split(self, caption: str, room: int) -> list[int]:
-        """The ids of a caption's beginning, at most `room` of them."""
+        """The first ids of a caption, at most `room`."""
 
     @abstractmethod
     def join(self, ids: list[int]) -> str:
-        """The text of ids that are neither padding, start nor end."""
+        """The text of ids without padding, start and end."""
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes: id = byte + 1. Every text has a row, and a row that was not cut gives it back exactly."""
+    """UTF-8 bytes: id = byte + 1. Lossless unless the caption is truncated."""
 
     kind = "bytes"
 
@@ -105,7 +96,7 @@ class ByteTokenizer(Tokenizer):
 
     def split(self, caption: str, room: int) -> list[int]:
         raw = caption.encode("utf-8")
-        # Bytes 10xxxxxx continue a character; half a character would decode to another text.
+        # Bytes 10xxxxxx continue a character: do not cut inside one.
         while room < len(raw) and raw[room] & 0xC0 == 0x80:
             room -= 1
         return [byte + 1 for byte in raw[:room]]
@@ -115,12 +106,12 @@ class ByteTokenizer(Tokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """Lower-case words and single punctuation marks, from a vocabulary made of captions.
+    """Lower-case words and single punctuation marks.
 
     Decoding gives `normalize(caption)`: the words with one space between them, unknown ones as `<unknown>`.
 
     Args:
-        words: the vocabulary, best first; ids follow its order. `WordTokenizer.from_captions` makes one.
+        words: the vocabulary, in the order of ids; see `WordTokenizer.from_captions`.
     """
 
     kind = "words"
@@ -129,8 +120,8 @@ class WordTokenizer(Tokenizer):
         wrong = [word for word in words if not isinstance(word, str) or find_words(word) != [word]]
         if wrong:
             raise ValueError(
-                f"{wrong[0]!r} is not one lower-case word, so no caption could ever give it; "
-                "WordTokenizer.from_captions(captions) makes a vocabulary"
+                f"{wrong[0]!r} is not one lower-case word, so no caption can contain it; "
+                "build a vocabulary with WordTokenizer.from_captions(captions)"
             )
         twice = [word for word, count in Counter(words).items() if count > 1]
         if twice:
@@ -144,9 +135,9 @@ class WordTokenizer(Tokenizer):
     def from_captions(
         cls, captions: Iterable[str], *, context: int = CONTEXT, max_words: int | None = None, min_count: int = 1
     ) -> "WordTokenizer":
-        """The `max_words` most frequent words seen at least `min_count` times; ties in alphabetical order."""
+        """The `max_words` most frequent words that occur at least `min_count` times; ties in alphabetical order."""
         if isinstance(captions, str):
-            raise TypeError("captions must be several strings, got one; put it in a list")
+            raise TypeError("captions must be a list of strings, got one string; put it in a list")
         if max_words is not None and max_words < 0:
             raise ConfigError(f"max_words={max_words} is negative; try max_words=None for all words")
         counts = Counter(word for caption in captions for word in find_words(caption))
@@ -165,17 +156,17 @@ class WordTokenizer(Tokenizer):
 
 
 def find_words(caption: str) -> list[str]:
-    """Runs of letters, digits and underscores; every other visible character is a word of its own."""
+    """Runs of letters, digits and underscores; every other visible character is a separate word."""
     return re.findall(r"\w+|[^\w\s]", caption.lower())
 
 
 def normalize(caption: str) -> str:
-    """A caption as the word tokenizer sees it."""
+    """A caption as the word tokenizer decodes it."""
     return " ".join(find_words(caption))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read what `save` wrote."""
+    """Read a file written by `save`."""
     try:
         described = json.loads(Path(path).read_text(encoding="utf-8"))
         kind, context = described["kind"], described["context"]
@@ -188,4 +179,4 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return ByteTokenizer(context=context)
     if kind == WordTokenizer.kind:
         return WordTokenizer(words, context=context)
-    raise ValueError(f"{path} holds a tokenizer of kind {kind!r}; this version knows 'bytes' and 'words'")
+    raise ValueError(f"{path} holds a tokenizer of kind {kind!r}; this version supports 'bytes' and 'words'")

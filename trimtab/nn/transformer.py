@@ -1,9 +1,9 @@
-"""The pre-norm Transformer that GPT and both towers of CLIP share.
+"""The pre-norm Transformer of GPT and of both towers of CLIP.
 
     x = x + gain1 * attention(norm1(x))       x = x + gain2 * mlp(norm2(x))
 
-No dropout. The gains (layer-scale) exist only where the config asks for them; starting at 0, every block starts as
-the identity.
+No dropout. The gains (layer-scale) exist only if the config has `layer_scale`; with 0 every block is the identity at
+first.
 
 Wortsman et al. 2023b, section 2 (Small-scale proxies); layer-scale from zero: Wortsman et al. 2023a, section 2.
 """
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn.attention import Attention, Rotation, rotation_for
-from trimtab.nn.config import QKNorm, TransformerConfig
+from trimtab.nn.config import TransformerConfig
 from trimtab.nn.init import init_linear
 from trimtab.nn.linear import build_linear
 from trimtab.nn.tap import tap
 from trimtab.ops.gelu import gelu
-
-__all__ = ["MLP", "Block", "QKNorm", "Transformer", "TransformerConfig"]
 
 
 class MLP(nn.Module):
@@ -39,7 +37,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each beside a residual path. Tap: "out", what the block returns."""
+    """Attention, then MLP, each on a residual branch. Tap: "out", the output of the block."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -58,7 +56,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stack of blocks, [B, T, D] to [B, T, D]. The norm after the last block belongs to the model around it."""
+    """A stack of blocks, [B, T, D] to [B, T, D], without a final norm."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -66,7 +64,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
 
     def forward(self, x_BTD: Tensor, *, positions: Tensor | None = None) -> Tensor:
-        """`positions`, [T] or [B, T], are for rotary embeddings; 0, 1, 2 ... unless given."""
+        """`positions` [T] or [B, T] of rotary embeddings; 0, 1, 2 ... by default."""
         rotation = self._rotation(x_BTD, positions)
         for block in self.blocks:
             if self.config.checkpointing and torch.is_grad_enabled():

@@ -1,9 +1,10 @@
-"""NUMBERS: tensors in, tensors out; no modules, no state, no files. Everything else stands on this room.
+"""NUMBERS: tensors in, tensors out; no modules, no state, no files.
 
-Each op is one name: `ls blockwise*` shows its reference, its CPU kernel and its GPU kernel.
+Each op has one name: `ls blockwise*` lists its reference, its CPU kernel and its GPU kernel. The fused optimizer step
+is in step/; what all C++ kernels share is in native/.
 """
 
-from trimtab.ops import float8, int8, step_rules
+from trimtab.ops import float8, int8
 from trimtab.ops.blockwise import (
     dequantize_blockwise,
     dequantize_tensorwise,
@@ -12,6 +13,7 @@ from trimtab.ops.blockwise import (
 )
 from trimtab.ops.codebook import load_codebook
 from trimtab.ops.step import fused_step, gradient_norms, gradient_ratios, step_norms
+from trimtab.ops.step import rules as step_rules
 
 __all__ = [
     "dequantize_blockwise",

@@ -1,13 +1,14 @@
-"""Which kernels are here and, if one is not, why. PyTorch's dispatcher picks between them; nothing here does.
+"""Which kernels are available and, if one is not, why. PyTorch's dispatcher chooses between them.
 
-`native` is the compiled CPU module or None; `triton_missing` is why the GPU kernels are not used, or None if they are.
-Importing Triton takes half a second, so it happens only where there is a GPU to run it.
+`native` is the compiled CPU module or None; `triton_missing` is the reason why the GPU kernels are not used, or None.
+Triton is imported only where there is a GPU, because importing it takes half a second.
 """
 
 import importlib
 import importlib.util
 import platform
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trimtab.ops import table
+
 Backend = Literal["reference", "native", "onednn", "triton"]
+REBUILD = "Rebuild it: `make .venv/ready` in a clone, else `pip install --force-reinstall --no-deps trimtab`"
+
+
+def find_mismatch(module: ModuleType) -> str | None:
+    """Why a compiled module does not belong to this Python code, or None if it does."""
+    if getattr(module, "TABLE", None) != table.describe():
+        return f"stale: _native was built with another table of rules and columns. {REBUILD}"
+    sources = table.hash_sources()
+    if sources is not None and sources != module.SOURCES:
+        return f"stale: _native was built from other C++ sources than those in trimtab/ops. {REBUILD}"
+    return None
+
 
 native: ModuleType | None = None
 native_missing: str | None = None
@@ -27,6 +42,11 @@ except ImportError as error:
     native_missing = f"not built ({error})"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         native_missing = "not built: no C++ compiler was found; install g++ and reinstall trimtab"
+else:
+    native_missing = find_mismatch(native)
+    if native_missing is not None:
+        native = None
+        warnings.warn(f"the native CPU kernels are not used, the reference is. {native_missing}", stacklevel=2)
 
 triton_missing: str | None = None
 if importlib.util.find_spec("triton") is None:
@@ -34,10 +54,10 @@ if importlib.util.find_spec("triton") is None:
 elif not torch.cuda.is_available():
     triton_missing = "no CUDA device"
 
-# What the native module calls the dtypes.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# The codes of the dtypes in the native module.
+DTYPE_CODES = {getattr(torch, name): code for code, name in enumerate(table.DTYPES)}
 
-# From this many bytes on, memory comes fresh from the system and not from the allocator's stock.
+# Allocations of this many bytes or more come from the system, not from the allocator's cache.
 HUGE = 4 << 20
 
 # The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
@@ -59,7 +79,7 @@ OPS: dict[str, tuple[Backend, ...]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """Who serves an op on one kind of device, and why not somebody faster."""
+    """The backend of an op on one kind of device, and the reason."""
 
     op: str
     device: Literal["cpu", "cuda"]
@@ -68,7 +88,7 @@ class Served:
 
 
 def served() -> list[Served]:
-    """One row per op and per device that is here."""
+    """One row per op and per available device."""
     rows = []
     for op, kernels in OPS.items():
         backend: Backend = "native" if native is not None and "native" in kernels else "reference"
@@ -76,7 +96,7 @@ def served() -> list[Served]:
         if op == "int8_matmul":
             backend, reason = int8_product()
         if kernels == ("reference",):
-            reason = "simulated; plain PyTorch is its only form"
+            reason = "simulated; there is only a PyTorch implementation"
         rows.append(Served(op, "cpu", backend, reason))
         if torch.cuda.is_available():
             on_gpu: Backend = "triton" if triton_missing is None and "triton" in kernels else "reference"
@@ -86,7 +106,7 @@ def served() -> list[Served]:
 
 @cache
 def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
-    """Who multiplies int8 matrices on this CPU, and why.
+    """The backend of int8 matrix products on this CPU, and the reason.
 
     oneDNN's product needs VNNI: without it `torch._int_mm` runs a plain loop, a hundred times slower.
     """
@@ -122,7 +142,7 @@ def _has_vnni() -> bool:
 
 
 def _int_mm_is_exact() -> bool:
-    """The largest sums of both signs: arithmetic that saturates at 16 bits gives itself away."""
+    """Test with the largest sums of both signs: arithmetic that saturates at 16 bits gives other results."""
     a = torch.full((32, 64), 127, dtype=torch.int8)
     b = a.clone()
     b[::2] = -127

@@ -10,7 +10,7 @@
 //
 // So the codes are those of the definition, always, and the common case has no lookup.
 #pragma once
-#include "simd.h"
+#include "native/simd.h"
 
 namespace trimtab::TRIMTAB_LEVEL {
 

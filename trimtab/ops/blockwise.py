@@ -1,16 +1,18 @@
 """Block-wise 8-bit quantization: one byte per value and one scale per block.
 
 A block is `block` neighbouring values of the flattened tensor. Dividing it by its largest magnitude (`absmax`)
-puts it in [-1, 1]; each value then becomes the index of the nearest codebook entry. An outlier can spoil its own
-block and no other.
+puts it in [-1, 1]; each value then becomes the index of the nearest codebook entry. An outlier affects the precision
+of its own block only.
 
     x --split--> blocks --/absmax--> [-1, 1] --nearest--> codes
 
 Ties go to the lower index. A block of zeros has absmax 0 and stays zero. A block that holds a NaN or an Inf gets
-absmax NaN, so that all of it dequantizes to NaN: loud, and confined to that block.
+absmax NaN, so that the whole block dequantizes to NaN, and no other.
 
 Dettmers et al. 2022, section 2. Twins: blockwise.cpp (CPU), blockwise_triton.py (GPU).
 """
+# mypy: disable-error-code="no-any-return"
+# (the ops of torch.library are untyped)
 
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ def dequantize_blockwise(
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `codebook[codes] * absmax`, shaped like `codes`. `out` decides the dtype where it is given."""
+    """Return `codebook[codes] * absmax`, shaped like `codes`. If `out` is given, it determines the dtype."""
     check_block(block)
     check_codebook(codebook)
     _check_stored(codes, absmax, block)
@@ -80,7 +82,7 @@ def dequantize_blockwise(
 
 
 def quantize_tensorwise(x: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale for the whole tensor: a single block. For ablations; one outlier spoils everything."""
+    """One scale for the whole tensor: a single block. For ablations; one outlier affects all values."""
     return quantize_blockwise(x, codebook, block=max(1, x.numel()))
 
 
@@ -95,7 +97,7 @@ def count_blocks(numel: int, block: int) -> int:
 
 
 def quantize_reference(x: Tensor, codebook: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The definition. Plain on purpose: every kernel is tested against this function."""
+    """The definition. Every kernel is tested against this function."""
     flat = x.float().flatten()
     blocks = pad(flat, (0, -flat.numel() % block)).view(-1, block)
     absmax = blocks.abs().amax(dim=1)

@@ -1,7 +1,7 @@
 """Block-wise 8-bit quantization on the GPU: the Triton twin of blockwise.py, equal to its reference to the last bit.
 
-A program takes a tile of ROWS blocks by TILE values. A block that is longer than TILE is walked through twice, tile
-by tile: once for its absmax, once to encode.
+A program processes a tile of ROWS blocks by TILE values. A block longer than TILE is read twice, tile by tile: once for
+its absmax, once to encode.
 
                   columns: TILE values of a block
     program 0   [ block 0 ............................. | next tile -> ]
@@ -9,11 +9,11 @@ by tile: once for its absmax, once to encode.
     program 1   [ block 2 ...
 
 Encoding is a branch-free binary search: a code is the number of decision boundaries strictly below the value.
-Divisions are correctly rounded and products are not fused into sums, so that the codes are the reference's.
+Divisions are correctly rounded and products are not fused into sums, so the codes are the reference's.
 
 Dettmers et al. 2022, section 2.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
 
 import math
@@ -58,35 +58,35 @@ def dequantize_out(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, 
     if codes.numel() == 0:
         return
     rows, tile = tile_shape(block)
-    tiles = triton.cdiv(block, tile)  # decoding needs no second look, so the tiles of a block are programs of their own
+    tiles = triton.cdiv(block, tile)  # decoding reads a block once, so each tile is a program
     grid = (triton.cdiv(absmax.numel(), rows) * tiles,)
     sizes = (codes.numel(), codebook.numel(), block, tiles)
     launch(_dequantize_kernel, grid, codes, absmax, codebook, out, *sizes, ROWS=rows, TILE=tile)
 
 
-# --- Shared with step_triton.py and int8_triton.py
+# --- Shared with step/fused_triton.py, int8_triton.py and gelu_triton.py
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel where its first tensor is, without fusing a * b + c: one rounding less would change codes."""
+    """Run a kernel on the device of its first tensor, without fusing a * b + c: that would round once less."""
     with torch.cuda.device_of(arguments[0]):
         kernel[grid](*arguments, **constants, enable_fp_fusion=False)
 
 
 def tile_shape(block: int) -> tuple[int, int]:
-    """How many blocks a program takes side by side, and how many values of each at a time. Powers of two."""
+    """How many blocks a program processes together, and how many values of each at a time. Powers of two."""
     tile = min(TILE, triton.next_power_of_2(block))
     return TILE // tile, tile
 
 
 def boundaries(codebook: Tensor) -> Tensor:
-    """The decision boundaries, filled up with infinities that no value exceeds: the search needs no length."""
+    """The decision boundaries, padded with infinities that no value exceeds: the search needs no length."""
     return pad(midpoints(codebook), (0, BOOK.value - codebook.numel() + 1), value=math.inf)
 
 
 @triton.jit
 def magnitude_bits(x, mask):
-    """|x| as an integer: ordered like |x|, with NaN above Inf, so that an integer maximum never loses a NaN."""
+    """|x| as an integer: ordered like |x|, with NaN above Inf, so an integer maximum never drops a NaN."""
     return tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
@@ -116,7 +116,7 @@ def nearest(unit, boundaries_ptr):
 def narrow(x, dtype: tl.constexpr):
     """Round float32 to `dtype`, half to even."""
     if dtype == tl.bfloat16:
-        # In integers, because Triton's interpreter truncates: what is tested there is what runs on the GPU.
+        # In integers, because Triton's interpreter truncates: the tested code is the one that runs on the GPU.
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)

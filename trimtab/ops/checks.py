@@ -1,7 +1,7 @@
-"""What every op refuses, said the same way: what is wrong, what we got, what would work.
+"""Argument checks of all ops. A message states what is wrong, what was given and what would work.
 
-Kernels take addresses, so a tensor with gaps or overlaps must never reach one. We refuse it instead of copying it:
-a hidden copy would double the memory that these ops exist to save.
+Kernels take addresses, so a tensor with gaps or overlaps must not reach them. It is refused instead of copied: a copy
+would double the memory that these ops are meant to save.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def check_tensor(name: str, x: Tensor, *, dtypes: tuple[torch.dtype, ...]) -> No
     """Dense, strided, contiguous, of one of these dtypes."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:  # a compiled backward may not ask
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:  # not available in a compiled backward
         raise ValueError(f"{name} must be dense, got layout {x.layout}; call {name}.to_dense() first")
     if x.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
@@ -25,7 +25,7 @@ def check_tensor(name: str, x: Tensor, *, dtypes: tuple[torch.dtype, ...]) -> No
     if not x.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got shape {tuple(x.shape)} with strides {x.stride()}; "
-            f"pass {name}.contiguous() if a copy is what you want"
+            f"pass {name}.contiguous() to make a copy"
         )
 
 
@@ -51,7 +51,7 @@ def check_codebook(codebook: Tensor) -> None:
             f"codebook must be a vector of 2 to 256 sorted values, got shape {tuple(codebook.shape)}; "
             "trimtab.ops.load_codebook() returns one"
         )
-    # Only where looking costs nothing: on a GPU it would wait for the device, and a graph has no values to look at.
+    # Only on the CPU: on a GPU the check would wait for the device, and a graph has no values.
     if codebook.device.type == "cpu" and _has_values(codebook) and not (codebook[1:] >= codebook[:-1]).all():
         raise ValueError("codebook must be sorted and free of NaN; sort it first: codebook.sort().values")
 
@@ -78,5 +78,5 @@ def check_disjoint(**tensors: Tensor) -> None:
 
 
 def _has_values(x: Tensor) -> bool:
-    """A real tensor: not one that stands for another while PyTorch traces."""
+    """A real tensor, not a placeholder while PyTorch traces."""
     return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta"

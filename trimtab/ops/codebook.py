@@ -1,7 +1,7 @@
 """The 256 values of each 8-bit data type.
 
 A codebook is a sorted float32 table inside [-1, 1] (signed) or [0, 1] (unsigned). A value is stored as the index
-of the nearest entry. The dynamic table spends its entries by decade: few on the small ones, many near 1.
+of the nearest entry. The dynamic table has few entries in the small decades and many near 1.
 
     decade 10^-6 : 1 value    10^-5 : 2    10^-4 : 4    ...    10^0 : 64        (signed; twice as many unsigned)
 
@@ -20,7 +20,7 @@ Name = Literal["dynamic-symmetric", "dynamic", "linear"]
 
 
 def load_codebook(name: Name = "dynamic-symmetric", *, signed: bool = True) -> Tensor:
-    """The named table on the CPU. Shared between callers: move or clone it, never write to it."""
+    """The named table on the CPU. It is shared between callers: do not write to it."""
     if name not in get_args(Name):
         raise ValueError(f"unknown codebook {name!r}; choose one of {', '.join(get_args(Name))}")
     return _TABLES[name, signed]
@@ -29,7 +29,7 @@ def load_codebook(name: Name = "dynamic-symmetric", *, signed: bool = True) -> T
 def dynamic(*, signed: bool = True, exponent_bits: int = 7, bits: int = 8) -> Tensor:
     """The dynamic table of 2^bits values: `exponent_bits` decades, the rest of the bits are linear fractions.
 
-    The signed 8-bit table holds 1.0 but not -1.0. Kept as published, to read other libraries' states.
+    The signed 8-bit table contains 1.0 but not -1.0. Kept as published, to read the states of other libraries.
     """
     fraction_bits = bits - 1 - exponent_bits
     if not (2 <= bits <= 8 and exponent_bits >= 1 and fraction_bits >= 0):
@@ -48,7 +48,7 @@ def dynamic(*, signed: bool = True, exponent_bits: int = 7, bits: int = 8) -> Te
     values = torch.cat(magnitudes)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")
     values = torch.cat([-values, values, ends]) if signed else torch.cat([values, ends])
-    # The unsigned table with fraction bits does not use up every code; the published one pads with zeros.
+    # The unsigned table with fraction bits does not use every code; the published one is padded with zeros.
     values = torch.cat([values, values.new_zeros(2**bits - values.numel())])
     return values.sort().values.float()
 
@@ -56,8 +56,8 @@ def dynamic(*, signed: bool = True, exponent_bits: int = 7, bits: int = 8) -> Te
 def dynamic_symmetric(*, exponent_bits: int = 7, bits: int = 8) -> Tensor:
     """The signed dynamic table with its first value replaced by -1.0.
 
-    Without -1.0 a block led by a negative value is stored 0.7 % too small, again at every step. Long averages
-    (Lion, AdEMAMix) then lose most of their value; this table keeps it.
+    Without -1.0, a block whose largest magnitude is negative is stored 0.7 % too small at every step. Long averages
+    (Lion, AdEMAMix) then lose most of their value; with this table they do not.
     """
     values = dynamic(signed=True, exponent_bits=exponent_bits, bits=bits)
     values[0] = -1.0
@@ -73,7 +73,7 @@ def linear(*, signed: bool = True, bits: int = 8) -> Tensor:
 def quantile(x: Tensor, *, bits: int = 8, offset: float = 1 / 512) -> Tensor:
     """The exact quantiles of `x`, evenly spaced in probability from `offset` to 1 - `offset`.
 
-    Not inside [-1, 1]: this table holds the values themselves, so it is used with absmax = 1.
+    Not inside [-1, 1]: this table contains the values themselves, so it is used with absmax = 1.
     """
     return _order_statistics(_finite(x, bits, offset), bits, offset).float()
 
@@ -127,7 +127,7 @@ def _finite(x: Tensor, bits: int, offset: float) -> Tensor:
     return values
 
 
-# Made at import: made later, a table would take on the device and the tensor mode of its first caller.
+# Made at import: later, a table would get the device and the tensor mode of its first caller.
 _TABLES = {
     ("dynamic-symmetric", True): dynamic_symmetric(),
     ("dynamic-symmetric", False): dynamic(signed=False),

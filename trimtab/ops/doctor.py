@@ -1,7 +1,7 @@
-"""Is this installation well? Who serves each op here and why, and does each kernel agree with its reference.
+"""Self-test: which kernels are available, and do they match the reference?
 
-`examine()` really runs every op on a small input: a kernel that was built for another machine, or a library that
-computes something else, shows up here and not in somebody's loss curve.
+`examine()` runs every op on a small input. It finds a kernel that was built for another machine, and a library that
+computes something else.
 """
 
 import platform
@@ -16,10 +16,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from trimtab.ops import backends, blockwise, fingerprint, float8, gelu, int8, step, step_rules
+from trimtab.ops import backends, blockwise, fingerprint, float8, gelu, int8, step
 from trimtab.ops.codebook import load_codebook
+from trimtab.ops.step.rules import adam_averages, rows
 
-# The instructions the kernels have a use for.
+# The instruction sets that the kernels use.
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "i8mm")
 PACKAGES = ("trimtab", "torch", "numpy", "triton")
 
@@ -33,7 +34,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at everything and run every op once against its reference."""
+    """Collect the facts, and compare every op with its reference once."""
     report = Report(machine=_machine(), served=backends.served())
     if backends.native_missing is not None:
         has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
@@ -48,7 +49,7 @@ def examine() -> Report:
         for op, check in CHECKS.items():
             try:
                 agrees, what = check(device), "does not agree with its reference"
-            except Exception as error:  # a doctor reports what it finds, whatever it is
+            except Exception as error:  # whatever it is, it goes into the report
                 agrees, what = False, f"failed: {error}"
             if not agrees:
                 report.broken.append(f"{op} on {device} {what}")
@@ -65,8 +66,8 @@ def _machine() -> dict[str, str]:
     flags = _cpu_flags()
     return {
         "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()} in PyTorch",
-        "features": ", ".join(name for name in FEATURES if name in flags) or "none that we use",
-        "kernel levels": ", ".join(backends.native.levels()) if backends.native is not None else "none",
+        "features": ", ".join(name for name in FEATURES if name in flags) or "none that the kernels use",
+        "native kernels": _native(),
         "threads": str(torch.get_num_threads()),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
@@ -74,8 +75,14 @@ def _machine() -> dict[str, str]:
     }
 
 
+def _native() -> str:
+    if backends.native is None:
+        return str(backends.native_missing)
+    return f"{', '.join(backends.native.levels())}; built from sources {backends.native.SOURCES[:12]}"
+
+
 def _cpu_flags() -> set[str]:
-    """What Linux says of the CPU; empty elsewhere."""
+    """The CPU's features from /proc/cpuinfo; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -104,6 +111,12 @@ def _dequantize(device: str) -> bool:
     return torch.equal(blockwise.dequantize_blockwise(codes, absmax, book), expected)
 
 
+def _row(device: str) -> Tensor:
+    """The first step of AdamW."""
+    steps = torch.ones(1, device=device, dtype=torch.float32)
+    return rows(steps, **adam_averages((0.9, 0.999), steps.double()), eps=1e-8, lr=0.1 / (1 - 0.9))
+
+
 def _step(device: str, *, norms: bool) -> bool:
     """One AdamW step with 8-bit state from zero, in each code, by the op and by the reference."""
     return all(_step_in(code, device, norms=norms) for code in get_args(step.Code))
@@ -114,7 +127,7 @@ def _step_in(code: step.Code, device: str, *, norms: bool) -> bool:
     signed, unsigned = load_codebook().to(device), load_codebook(signed=False).to(device)
     codes = [torch.zeros_like(p, dtype=torch.uint8) for _ in range(2)]
     absmax = [torch.zeros(4, device=device, dtype=torch.float32) for _ in codes]
-    row = step_rules.adamw(torch.ones(1, device=device, dtype=torch.float32), lr=0.1)
+    row = _row(device)
     mine, theirs = ([x.clone() for x in (p, *codes, *absmax)] for _ in range(2))
     expected = step.norms_reference([p], [g], codes, absmax, row, signed, unsigned, "adamw", code, 256)
     if norms:
@@ -132,11 +145,7 @@ def _gradient_norms(device: str) -> bool:
 
 
 def _gradient_ratios(device: str) -> bool:
-    g, v, row = (
-        [_values(device)],
-        [_values(device) ** 2],
-        step_rules.adamw(torch.ones(1, device=device, dtype=torch.float32), lr=0.1),
-    )
+    g, v, row = [_values(device)], [_values(device) ** 2], _row(device)
     expected = step.ratios_reference(g, v, [], row, load_codebook(signed=False).to(device), "codebook", 256)
     return torch.allclose(step.gradient_ratios(g, v, row), expected, rtol=1e-5)
 
@@ -151,10 +160,8 @@ def _quantize_int8(device: str) -> bool:
 
 
 def _int8_matmul(device: str) -> bool:
-    a, b = (
-        int8.quantize_rowwise(_values(device).view(20, 50)),
-        int8.quantize_rowwise(_values(device).view(20, 50).flip(0)),
-    )
+    x = _values(device).view(20, 50)
+    a, b = int8.quantize_rowwise(x), int8.quantize_rowwise(x.flip(0))
     operands = (a[0], b[0].t(), a[1], b[1])
     expected = int8.matmul_reference(*operands, None, torch.float32)
     return torch.allclose(int8.int8_matmul(*operands), expected, rtol=1e-6)
@@ -166,7 +173,7 @@ def _round_float8(device: str) -> bool:
 
 
 def _fingerprint(device: str) -> bool:
-    x = torch.randn(1500)  # it reads CPU memory, whatever else is here
+    x = torch.randn(1500)  # it reads CPU memory only
     return fingerprint.fingerprint(x) == fingerprint.fingerprint_reference(x)
 
 

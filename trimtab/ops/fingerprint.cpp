@@ -2,7 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include "native.h"
+#include "native/native.h"
 
 namespace trimtab {
 namespace {

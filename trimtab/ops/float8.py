@@ -1,13 +1,13 @@
-"""float8 by simulation: round to the values that E4M3 or E5M2 can hold, and keep computing in float32.
+"""Simulated float8: round to the values of E4M3 or E5M2, and compute in float32.
 
     x --/absmax--> [-1, 1] --* largest--> float8 --/ largest * absmax--> the rounded x
 
 E4M3 (largest 448) has more precision and suits activations and weights; E5M2 (largest 57344) has more range and
 suits gradients. The rounding is PyTorch's own float8 conversion, nearest with ties to even. A tensor or row that
-holds a NaN or an Inf comes back as NaN; zeros stay zeros. No gradient flows through the rounding: a layer that uses it
-says itself what its gradient is.
+holds a NaN or an Inf becomes NaN; zeros stay zeros. No gradient flows through the rounding: a layer that uses it
+defines its gradient itself.
 
-Micikevicius et al. 2022; Wortsman et al. 2023, section 2.2. Only a reference: it simulates a GPU format.
+Micikevicius et al. 2022; Wortsman et al. 2023, section 2.2. There is only a reference.
 """
 
 from typing import Literal

@@ -1,17 +1,18 @@
-"""GELU in its tanh form, forward and backward: the activation of GPT-2 and of every MLP here.
+"""GELU in its tanh form, forward and backward: the activation of GPT-2 and of all MLPs in trimtab.nn.
 
     y = x/2 * (1 + tanh(z/2)) = x * s        s = sigmoid(z)        z = sqrt(8/pi) * (x + 0.044715 x^3)
     dy/dx = s * (1 + x z' (1 - s))
 
-As a logistic function it takes one exponential, and nothing cancels where x is negative: 1 + tanh(z/2) has lost
-every digit at x = -6. PyTorch's own takes 18 % of a small GPT's step on a CPU; docs/log.md has the numbers. Backward
-needs x and nothing else.
+The logistic form needs one exponential and has no cancellation where x is negative: 1 + tanh(z/2) has no correct digit
+at x = -6. PyTorch's GELU takes 18 % of a small GPT's step on a CPU (docs/log.md). Backward needs x only.
 
-At -Inf the value and its slope are 0, their limits. The kernels stay within a millionth of the exact value, down to
-x = -10, where s leaves the normal numbers and counts as 0.
+At -Inf the value and its slope are 0, their limits. The relative error of the kernels is below 1e-6 down to x = -10,
+where s is below the normal numbers and counts as 0.
 
 Hendrycks and Gimpel 2016. Twins: gelu.cpp (CPU), gelu_triton.py (GPU).
 """
+# mypy: disable-error-code="no-any-return, no-untyped-call, untyped-decorator"
+# (torch.autograd.Function and torch.library are untyped)
 
 import math
 from collections.abc import Callable
@@ -27,19 +28,18 @@ from trimtab.ops.checks import FLOATS
 SLOPE = math.sqrt(8 / math.pi)
 CUBIC = 0.044715 * SLOPE
 FAR = 30.0  # beyond it s is 0 or 1 even in float64
-GRAIN = 1 << 15  # values from which on it pays to wake other threads
+GRAIN = 1 << 15  # with fewer values, one thread is faster
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Of every value, in the dtype of `x` and contiguous. Differentiable twice and more, and by torch.func."""
+    """GELU of every value, in the dtype of `x` and contiguous. Differentiable repeatedly, also by torch.func."""
     if not x.is_floating_point():
-        raise ValueError(f"gelu needs floating-point values, got {x.dtype}; x.float() makes them")
+        raise ValueError(f"gelu needs floating-point values, got {x.dtype}; use x.float()")
     if torch.compiler.is_compiling():
         return gelu_reference(x)  # the compiler fuses it with its neighbours
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return gelu_reference(x)  # torch.func and forward-mode derivatives take plain PyTorch
-    y: Tensor = _Gelu.apply(x)
-    return y
+    return _Gelu.apply(x)
 
 
 def gelu_reference(x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _logit_slope(x: Tensor) -> Tensor:
 
 
 def _second_slope(x: Tensor) -> Tensor:
-    """The slope's slope, for whoever differentiates twice. Plain PyTorch, so that it can be differentiated again."""
+    """The second derivative, in PyTorch operations, so that it can be differentiated again."""
     x = x.to(torch.promote_types(x.dtype, torch.float32)).clamp(-FAR, FAR)
     s, other, slope = _logit(x).sigmoid(), (-_logit(x)).sigmoid(), _logit_slope(x)
     return s * other * (2 * slope + x * slope.square() * (other - s) + 6 * CUBIC * x.square())
@@ -101,12 +101,11 @@ def _differentiable_backward(grad: Tensor, x: Tensor) -> Tensor:
         return _backward(grad, x)
     if torch._C._are_functorch_transforms_active():  # several gradients at once: is_grads_batched=True
         return backward_reference(grad, x)
-    result: Tensor = _Backward.apply(grad, x)
-    return result
+    return _Backward.apply(grad, x)
 
 
-# Not `custom_op` and its autograd: its wrappers take 60 us more per forward and backward than these classes, which is
-# as long as the kernels take for 40,000 values.
+# Not `custom_op` with its autograd: its wrappers take 60 us more per forward and backward than these classes, as long
+# as the kernels take for 40,000 values.
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _library.define("gelu(Tensor x) -> Tensor")
 _library.define("gelu_backward(Tensor grad, Tensor x) -> Tensor")
@@ -143,7 +142,7 @@ def run_native(x: Tensor, grad: Tensor | None) -> Tensor:
 
 
 def _register(device: str, kernel: Callable[[Tensor, Tensor | None], Tensor]) -> None:
-    """float64 stays with the definition."""
+    """The reference computes float64."""
 
     def forward(x: Tensor) -> Tensor:
         return kernel(x.contiguous(), None) if x.dtype in FLOATS else gelu_reference(x)

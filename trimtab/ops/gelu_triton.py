@@ -1,9 +1,9 @@
 """GELU on the GPU: the Triton twin of gelu.py, value by value.
 
-The exponent is worked out in float64, since in float32 its last place would be felt in the result; everything after
-it in float32, with a polynomial for 2^-f in place of the hardware's rough power of two.
+The exponent is computed in float64, because its last bit in float32 would affect the result. The rest is float32,
+with a polynomial for 2^-f in place of the hardware's approximate power of two.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
 
 import torch
@@ -46,7 +46,7 @@ def _gelu_kernel(x_ptr, grad_ptr, out_ptr, count, BACKWARD: tl.constexpr, TILE: 
     p = p * f + 2.4022647e-1
     p = p * f - 6.9314721e-1
     p = p * f + 1.0
-    # 2^-n by its exponent; s leaves the normal numbers at n = 126. A NaN has no n, but its p is NaN.
+    # 2^-n by its exponent; s is below the normal numbers from n = 126 on. A NaN has no n, but its p is NaN.
     whole = tl.where(n < 126.0, n, 126.0).to(tl.int32)
     scale = ((127 - whole) << 23).to(tl.float32, bitcast=True)
     e = tl.where(n < 126.0, p * scale, p * 0.0)

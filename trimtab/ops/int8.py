@@ -7,12 +7,14 @@ operand, columns of the right one, or a whole tensor.
 
     (a_codes @ b_codes in int32) * (a_absmax / 127)[:, None] * (b_absmax / 127) + bias
 
-A row of zeros keeps absmax 0 and codes 0. A row that holds a NaN or an Inf gets absmax NaN and codes 0, so its
-products are NaN: loud, and confined to that row.
+A row of zeros has absmax 0 and codes 0. A row that holds a NaN or an Inf gets absmax NaN and codes 0, so its products
+are NaN, and no others.
 
 Wortsman et al. 2023, section 2. Twins: int8.cpp (CPU), int8_triton.py (GPU). The product itself is oneDNN's
 (`torch._int_mm`) on CPUs with VNNI, and int8.cpp's where there is AVX2 or AVX-512 without it.
 """
+# mypy: disable-error-code="no-any-return"
+# (the ops of torch.library are untyped)
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ def dequantize(codes: Tensor, absmax: Tensor, *, dtype: torch.dtype = torch.floa
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     if absmax.dim() == 1 and codes.dim() == 2:
-        raise ValueError("absmax is a vector; say which: absmax[:, None] for rows, absmax[None] for columns")
+        raise ValueError("absmax is a vector; pass absmax[:, None] for rows or absmax[None] for columns")
     return (codes.float() * (absmax / 127)).to(dtype)
 
 
@@ -68,7 +70,7 @@ def int8_matmul(
     """Multiply codes [M, K] by codes [K, N], rescale and add the bias in one pass; returns [M, N].
 
     `a_absmax` is [M] or a scalar, `b_absmax` is [N] or a scalar, `bias` is [N]. Either operand may be a transposed
-    view (`weight.t()`), which costs nothing.
+    view (`weight.t()`), without a copy.
     """
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Tensor) or x.dtype != torch.int8 or x.dim() != 2:
@@ -92,12 +94,7 @@ def int8_matmul(
     for name, x, size in (("a_absmax", a_absmax, rows), ("b_absmax", b_absmax, columns)):
         check_tensor(name, x, dtypes=(torch.float32,))
         if x.dim():
-            check_shape(
-                name,
-                x,
-                (size,),
-                "one per row of a, or a scalar" if name[0] == "a" else "one per column of b, or a scalar",
-            )
+            check_shape(name, x, (size,), f"one per {'row' if name[0] == 'a' else 'column'} of {name[0]}, or a scalar")
     if bias is not None:
         check_tensor("bias", bias, dtypes=FLOATS)
         check_shape("bias", bias, (columns,), "one per column of b")
@@ -107,11 +104,11 @@ def int8_matmul(
 
 
 def gains_from(n_in: int, n_out: int) -> int:
-    """From how many tokens on a linear layer's forward and backward in int8 beat float32 on this CPU, or NEVER.
+    """The number of tokens from which a linear layer's forward and backward in int8 beat float32 on this CPU, or NEVER.
 
     In units of one float32 multiply-add that int8 saves, the quantization of X and G costs 300 per value, that of W 160
-    per value, and a call 6e8; fitted to two threads with AVX2 (`python -m bench.nn --only small` shows how well), and
-    a quarter on top, since a layer must not be slower.
+    per value, and a call 6e8. Fitted to two threads with AVX2 (`python -m bench.nn --only small` shows the fit), plus a
+    quarter, so that no layer is slower.
     """
     if backends.int8_product()[0] == "reference":
         return NEVER
@@ -136,7 +133,7 @@ def matmul_reference(
 
 
 def int_matmul_reference(a: Tensor, b: Tensor) -> Tensor:
-    """The exact int32 product, by float32 products so short (1040 terms) that every sum is whole and below 2^24."""
+    """The exact int32 product, from float32 products of 1040 terms, whose sums are integers below 2^24."""
     exact = 2**24 // 127**2
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32, device=a.device)
     for start in range(0, a.shape[1], exact):
@@ -199,7 +196,7 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def matmul_cpu(
     a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product by oneDNN and the rescale by ours, or both in one kernel of ours, or the reference."""
+    """oneDNN's product and our rescale, or both in one kernel of ours, or the reference."""
     product, _ = backends.int8_product()
     if product == "reference" or 0 in (*a.shape, *b.shape):
         return matmul_reference(a, b, a_absmax, b_absmax, bias, dtype)
@@ -208,14 +205,9 @@ def matmul_cpu(
     row, column = a_absmax / 127, b_absmax / 127
     bias = None if bias is None else bias.float()
     out = backends.empty((a.shape[0], b.shape[1]), dtype)
-    scales = (
-        row.data_ptr(),
-        row.dim() == 0,
-        column.data_ptr(),
-        column.dim() == 0,
-        0 if bias is None else bias.data_ptr(),
-    )
-    rest = (*scales, out.data_ptr(), backends.DTYPE_CODES[dtype], torch.get_num_threads())
+    scales = (row.data_ptr(), row.dim() == 0, column.data_ptr(), column.dim() == 0)
+    last = (0 if bias is None else bias.data_ptr(), out.data_ptr(), backends.DTYPE_CODES[dtype])
+    rest = (*scales, *last, torch.get_num_threads())
     if product == "onednn":
         total = torch._int_mm(a, b)
         backends.native.rescale(total.data_ptr(), *total.shape, *rest)

@@ -1,8 +1,8 @@
 """int8 quantization and the int8 matrix product on the GPU: the Triton twins of int8.py.
 
-Quantizing: a program takes LANES rows (or columns) and walks along them TILE values at a time, once for the absmax and
-once to round. A few long lanes, such as a whole tensor, would keep a few programs busy and the rest of the GPU idle:
-they are cut into parts, and the two walks become two launches.
+Quantizing: a program reads LANES rows (or columns), TILE values at a time, once for the absmax and once to round. With
+a few long lanes, such as a whole tensor, most of the GPU would be idle: they are split into parts, and the two passes
+become two launches.
 
     lane 0   [ part 0: TILE, TILE, ... | part 1 ... ]        absmax of a lane = largest absmax of its parts
 
@@ -11,7 +11,7 @@ is written. Codes, scales and products equal the reference to the last bit.
 
 Wortsman et al. 2023, section 2.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
 
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from trimtab.ops.blockwise_triton import launch, magnitude_bits, narrow, stored_absmax, to_unit
 
-TILES = {0: (64, 64), 1: (16, 256)}  # how many columns (rows) a quantizing program takes, and how many values of each
-PART = 4096  # a lane is not cut into shorter parts than this
-PROGRAMS = 512  # enough programs to fill a large GPU; with fewer lanes than that, lanes are cut
-M, N, K, GROUP = 128, 128, 64, 8  # the tile of the product, and how many rows of tiles share their columns in the cache
+TILES = {0: (64, 64), 1: (16, 256)}  # columns (rows) per quantizing program, and values of each at a time
+PART = 4096  # the shortest part of a lane
+PROGRAMS = 512  # enough programs to fill a large GPU; with fewer lanes than that, lanes are split
+M, N, K, GROUP = 128, 128, 64, 8  # the tile of the product, and the rows of tiles that share columns in the cache
 
 
 def quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

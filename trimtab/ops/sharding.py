@@ -1,9 +1,11 @@
-"""Parameters that live on several processes, and parameters whose memory is not in the usual order.
+"""Parameters that are sharded over processes, and parameters with an unusual memory order.
 
-Under FSDP2 a parameter is a DTensor and this process holds one shard of it. The update is element by element, so it
-works on shards; what a rule needs to know of the whole tensor (RMS_t, LAMB's norms) is a sum, and sums of shards are
-added up across processes, all of one step's in one collective.
+Under FSDP2 a parameter is a DTensor and each process holds one shard of it. Updates are elementwise, so they work on
+shards. Statistics of whole tensors (RMS_t, LAMB's norms) are sums: the sums of all shards of one step are added across
+processes in one collective.
 """
+# mypy: disable-error-code="no-any-return"
+# (DTensor is not imported here, so its methods are untyped)
 
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_sharded(x: object) -> bool:
-    """A DTensor. Importing its module takes long, and there is none before somebody imported it."""
+    """Whether `x` is a DTensor. Its module is slow to import, and without it there is no DTensor."""
     if type(x) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -24,7 +26,7 @@ def is_sharded(x: object) -> bool:
 
 
 def local(x: Any) -> Tensor:
-    """What this process holds of it."""
+    """This process's shard, or the tensor itself."""
     return x.to_local() if is_sharded(x) else x
 
 
@@ -34,20 +36,19 @@ def flat(x: Tensor) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Without gaps or overlaps: only then does an empty_like keep its strides."""
+    """Without gaps or overlaps: only then does `empty_like` keep the strides."""
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def sharded_dims(p: Any) -> tuple[int, ...]:
-    """The dimensions of its mesh over which the tensor is cut."""
+    """The mesh dimensions over which the tensor is sharded."""
     return tuple(i for i, placement in enumerate(p.placements) if placement.is_shard())
 
 
 def add_up_shards(params: Sequence[Tensor], values: Tensor, *, largest: bool = False) -> Tensor:
     """Turn each row of `values` [tensors, k] from that of the shard into that of the whole tensor, in float64.
 
-    Values are sums, or maxima if `largest`. One collective for all tensors that are cut the same way; none for tensors
-    that are not cut.
+    Values are sums, or maxima if `largest`. One collective for all tensors that are sharded alike; none for the others.
     """
     ways: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for i, p in enumerate(params):
@@ -64,7 +65,7 @@ def add_up_shards(params: Sequence[Tensor], values: Tensor, *, largest: bool = F
 
 
 def wrap_like(shard: Tensor, p: Any) -> Tensor:
-    """A DTensor of this process's shard, cut like the parameter; without one, the shard is the whole."""
+    """A DTensor of this process's shard, sharded like the parameter; the tensor itself if `p` is not sharded."""
     if not is_sharded(p):
         return shard
     from torch.distributed.tensor import DTensor
@@ -73,7 +74,7 @@ def wrap_like(shard: Tensor, p: Any) -> Tensor:
 
 
 def shard_like(x: Any, p: Any) -> Tensor:
-    """This process's part of a whole or differently cut tensor, for a parameter that may be cut itself."""
+    """This process's part of a whole or differently sharded tensor, for a parameter that may be sharded."""
     if not is_sharded(p):
         return x.full_tensor() if is_sharded(x) else x
     if is_sharded(x):
@@ -81,5 +82,5 @@ def shard_like(x: Any, p: Any) -> Tensor:
         return local(x if alike else x.redistribute(p.device_mesh, p.placements))
     from torch.distributed.tensor import distribute_tensor
 
-    # Every process has the whole of it and takes its part: nothing is sent.
+    # Every process has the whole tensor, so nothing is sent.
     return local(distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None))

@@ -2,8 +2,8 @@
 
     optimizer = trimtab.optim.AdamW(model.named_parameters(), lr=3e-4, bits=8)
 
-Equations are in the optimizers' files; optimizer.py is the step they share, state.py how a moment is kept,
-checkpoint.py what is saved of it.
+Each optimizer's file has its equations and coefficients. optimizer.py is the step they share, checkpoint.py the state
+dicts, distributed.py the state for torch.distributed.checkpoint. trimtab/ops/step/storage.py stores the moments.
 """
 
 from trimtab.optim.adafactor import Adafactor, AdafactorMomentum
@@ -13,6 +13,7 @@ from trimtab.optim.adamw import AdamW
 from trimtab.optim.ademamix import AdEMAMix
 from trimtab.optim.analysis import ErrorAnalysis
 from trimtab.optim.checkpoint import from_bitsandbytes, from_torchao
+from trimtab.optim.distributed import distributed_state_dict, load_distributed_state_dict
 from trimtab.optim.groups import EMBEDDINGS, groups
 from trimtab.optim.lamb import LAMB
 from trimtab.optim.lars import LARS
@@ -38,7 +39,9 @@ __all__ = [
     "Optimizer",
     "RMSprop",
     "StableAdamW",
+    "distributed_state_dict",
     "from_bitsandbytes",
     "from_torchao",
     "groups",
+    "load_distributed_state_dict",
 ]

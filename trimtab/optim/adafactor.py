@@ -9,7 +9,7 @@ Adafactor, as in PyTorch: no momentum, β2 rises with the step, the step follows
     β2 = 1 - t^beta2_decay,   V = R C / max(mean(R), eps1),   U = G / max(√V, eps1)
     p <- p (1 - lr wd) - max(eps2, rms(p)) min(lr, 1/√t) U
 
-AdafactorMomentum, which the 8-bit optimizers were compared with: constant β2, G² + eps in place of G², no relative
+AdafactorMomentum, the baseline of the 8-bit paper: constant β2, G² + eps in place of G², no relative
 steps. Its state is 4 bytes per parameter, twice that of 8-bit Adam.
 
     m <- β1 m + (1 - β1) U
@@ -25,17 +25,18 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from trimtab.ops.sharding import is_sharded
+from trimtab.ops.step.rules import independent_decay
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 from trimtab.optim.options import LARGEST
 
 
 class _Factored(Optimizer):
-    """What the two forms share: rows and columns as extra state, and no kernel."""
+    """Shared by the two forms: rows and columns as further state, and PyTorch operations instead of the kernel."""
 
-    rule = "momentum"  # what is kept beside the factors, if anything
+    rule = "momentum"  # the states besides the factors, if any
 
     def update(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any], t: Tensor) -> Tensor:
-        """Advance the state to step t and return what is subtracted from the decayed parameter."""
+        """Update the state for step t; return the value to subtract from the decayed parameter."""
         raise NotImplementedError
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
@@ -59,7 +60,7 @@ class _Factored(Optimizer):
                 state[name] = state[name].to(p.device, torch.float32)  # PyTorch's are in the parameter's dtype
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        """No kernel, so no rows: only which tensors to skip."""
+        """Only the gradient scale: there is no kernel."""
         return torch.as_tensor(batch.grad_scale, device=batch.steps.device).expand(len(batch.owners))[:, None]
 
     def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
@@ -67,14 +68,14 @@ class _Factored(Optimizer):
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
-        lr, decay = group["lr"], group["weight_decay"]
-        shrink = 1 - decay * lr / group["lr_max"] if group["independent_decay"] else 1 - lr * decay
+        independent = independent_decay(group)
+        shrink = 1 - group["lr"] * group["weight_decay"] if independent is None else independent
         numbers = zip(rows[:, 0].unbind(), batch.steps.double().unbind(), strict=True)
         for p, state, (scale, t) in zip(batch.owners, batch.kept, numbers, strict=True):
             if p.numel() == 0:
                 continue
             assert p.grad is not None
-            moved = scale.isfinite()  # where it is not, nothing changes
+            moved = scale.isfinite()  # else nothing changes
             kept = {name: state[name].clone() for name in (*self.moments, *self.extras_of(p))}
             change = self.update(p, p.grad.float() * scale.float(), state, group, t)
             for name, old in kept.items():
@@ -88,10 +89,12 @@ class _Factored(Optimizer):
             raise ValueError(f"{name} keeps 32-bit state, got bits={group['bits']}; AdamW takes bits=8")
         for option, plain in (("skip_zeros", False), ("rounding", "nearest")):
             if group[option] != plain:
-                raise ValueError(f"{name} does not do {option}={group[option]!r}; AdamW does")
+                raise ValueError(f"{name} does not support {option}={group[option]!r}; AdamW does")
         for p in group["params"]:
             if is_sharded(p):
-                raise ValueError(f"{name}'s rows and columns are those of whole matrices; it takes no sharded ones")
+                raise ValueError(
+                    f"{name}'s rows and columns are those of whole matrices; it does not support sharded parameters"
+                )
 
 
 class Adafactor(_Factored):
@@ -116,8 +119,8 @@ class Adafactor(_Factored):
         eps: the smallest √V (None: the machine epsilon of the parameter's dtype), and the smallest rms of the weights.
         d: the largest rms of an update.
         """
-        defaults = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d, "weight_decay": weight_decay}
+        super().__init__(params, own, options)
 
     def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
         if p.dim() < 2:
@@ -168,14 +171,8 @@ class AdafactorMomentum(_Factored):
         clip_threshold: float = 1.0,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "clip_threshold": clip_threshold,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip_threshold": clip_threshold}
+        super().__init__(params, own, options)
 
     def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
         if p.dim() < 2:
@@ -190,10 +187,11 @@ class AdafactorMomentum(_Factored):
         else:
             row = state["exp_avg_sq_row"].lerp_(square.mean(-1), 1 - beta2)
             col = state["exp_avg_sq_col"].lerp_(square.mean(-2), 1 - beta2)
-            # The mean first: the product of two tiny averages would be zero, and the update not a number.
+            # Divide first: the product of two tiny averages would be zero, and the update NaN.
             v = (row / row.mean(-1, keepdim=True))[..., :, None] * col[..., None, :]
         m = state["exp_avg"].lerp_(_clip(g / v.sqrt(), group["clip_threshold"]), 1 - beta1)
-        return group["lr"] * m
+        change: Tensor = group["lr"] * m
+        return change
 
 
 def _read_eps(eps: Any) -> tuple[float | None, float]:
@@ -210,5 +208,5 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _clip(u: Tensor, largest: float) -> Tensor:
-    """Shorten an update whose rms is above `largest`."""
+    """Scale an update to an rms of at most `largest`."""
     return u / (_rms(u) / largest).clamp(min=1)

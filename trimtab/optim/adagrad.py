@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -30,28 +29,16 @@ class Adagrad(Optimizer):
         eps: float = 1e-10,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        super().__init__(params, own | {"initial_accumulator_value": initial_accumulator_value}, options)
 
     def initial(self, group: dict[str, Any]) -> float:
-        return group["initial_accumulator_value"]
+        return float(group["initial_accumulator_value"])
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         group = batch.group
-        return step_rules.adagrad(
-            batch.steps,
-            lr=group["lr"],
-            lr_decay=group["lr_decay"],
-            eps=group["eps"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-        )
+        lr = batch.lr / (1 + (batch.t - 1) * group["lr_decay"])
+        return batch.rows(beta2=1.0, gain2=1.0, eps=group["eps"], coupled=batch.weight_decay, lr=lr)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

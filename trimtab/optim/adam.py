@@ -5,7 +5,7 @@ m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
 v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
 p <- p - lr m̂ / (√v̂ + eps)
 
-With decoupled_weight_decay, g stays as it is and p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), as in AdamW.
+With decoupled_weight_decay, g is not changed and p <- p (1 - lr wd) - lr m̂ / (√v̂ + eps), as in AdamW.
 """
 
 from typing import Any
@@ -13,13 +13,12 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
-from trimtab.ops.step import COUPLED
+from trimtab.ops.step.rules import adam_averages
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
 class Adam(Optimizer):
-    """Same arguments, defaults and results as `torch.optim.Adam`. With weight decay, AdamW is usually what you want."""
+    """Same arguments, defaults and results as `torch.optim.Adam`. With weight decay, prefer AdamW."""
 
     rule = "adamw"
     moments = ("exp_avg", "exp_avg_sq")
@@ -37,26 +36,11 @@ class Adam(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         """`beta2_power` λ replaces β2 by the schedule 1 - t^-λ."""
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "beta2_power": beta2_power,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta2_power": beta2_power}
+        super().__init__(params, own | {"decoupled_weight_decay": decoupled_weight_decay}, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group, decay = batch.group, self.decay_of(batch.group)
-        rows = step_rules.adamw(
-            batch.steps,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=decay if group["decoupled_weight_decay"] else 0.0,
-            grad_scale=batch.grad_scale,
-            beta2_power=group["beta2_power"],
-        )
-        rows[:, COUPLED] = 0.0 if group["decoupled_weight_decay"] else decay
-        return rows
+        group, lr, wd, t = batch.group, batch.lr, batch.weight_decay, batch.t
+        averages = adam_averages(group["betas"], t, group["beta2_power"])
+        decay = {"decay": 1 - lr * wd} if group["decoupled_weight_decay"] else {"coupled": wd}
+        return batch.rows(**averages, **decay, eps=group["eps"], lr=lr / (1 - averages["beta1"] ** t))

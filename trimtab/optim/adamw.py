@@ -1,4 +1,4 @@
-"""AdamW: Adam with weight decay apart from the gradient (Loshchilov & Hutter 2019).
+"""AdamW: Adam with weight decay that is decoupled from the gradient (Loshchilov & Hutter 2019).
 
 m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
 v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
+from trimtab.ops.step.rules import adam_averages
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
 class AdamW(Optimizer):
-    """The default choice. Same arguments, defaults and results as `torch.optim.AdamW`; state in 2 bytes with bits=8."""
+    """The default choice. Same arguments, defaults and results as `torch.optim.AdamW`; 2 bytes of state with bits=8."""
 
     rule = "adamw"
     moments = ("exp_avg", "exp_avg_sq")
@@ -34,20 +34,13 @@ class AdamW(Optimizer):
     ) -> None:
         """`beta2_power` λ replaces β2 by the schedule 1 - t^-λ. `decoupled_weight_decay` can only be True."""
         _check_decoupled(decoupled_weight_decay)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta2_power": beta2_power}
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "beta2_power": beta2_power}
+        super().__init__(params, own, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
-        return step_rules.adamw(
-            batch.steps,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-            beta2_power=group["beta2_power"],
-        )
+        group, lr, wd, t = batch.group, batch.lr, batch.weight_decay, batch.t
+        averages = adam_averages(group["betas"], t, group["beta2_power"])
+        return batch.rows(**averages, eps=group["eps"], decay=1 - lr * wd, lr=lr / (1 - averages["beta1"] ** t))
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

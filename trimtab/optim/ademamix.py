@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
+from trimtab.ops.step.rules import adam_averages
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
 class AdEMAMix(Optimizer):
-    """For long runs that can use old gradients. Three bytes of state with bits=8, where 32-bit has twelve."""
+    """For long runs, where old gradients are still useful. Three bytes of state with bits=8, twelve with bits=32."""
 
     rule = "ademamix"
     moments = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
@@ -39,32 +39,17 @@ class AdEMAMix(Optimizer):
         beta2_power: float | None = None,
         **options: Unpack[Options],
     ) -> None:
-        """`t_alpha`, `t_beta3`: steps over which α and β3 rise to their values; None has them there from the start."""
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "t_alpha": t_alpha,
-            "t_beta3": t_beta3,
-            "beta2_power": beta2_power,
-        }
-        super().__init__(params, defaults, options)
+        """`t_alpha`, `t_beta3`: steps over which α and β3 rise to their values; None: they are constant."""
+        own = {"lr": lr, "betas": betas, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, own | {"t_alpha": t_alpha, "t_beta3": t_beta3, "beta2_power": beta2_power}, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group, t = batch.group, batch.steps.double()
-        beta1, beta2, beta3 = group["betas"]
-        return step_rules.ademamix(
-            batch.steps,
-            lr=group["lr"],
-            betas=(beta1, beta2, _beta3_at(t, beta1, beta3, group["t_beta3"])),
-            alpha=_alpha_at(t, group["alpha"], group["t_alpha"]),
-            eps=group["eps"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-            beta2_power=group["beta2_power"],
-        )
+        group, lr, wd, t = batch.group, batch.lr, batch.weight_decay, batch.t
+        beta1, _, beta3 = group["betas"]
+        beta3 = _beta3_at(t, beta1, beta3, group["t_beta3"])
+        update = {"mix_m": 1 / (1 - beta1**t), "mix_g": _alpha_at(t, group["alpha"], group["t_alpha"])}  # m̂ + α slow
+        averages = adam_averages(group["betas"], t, group["beta2_power"]) | {"beta3": beta3, "gain3": 1 - beta3}
+        return batch.rows(**averages, **update, eps=group["eps"], decay=1 - lr * wd, lr=lr)
 
 
 def _alpha_at(t: Tensor, alpha: float, steps: int | None) -> Tensor | float:

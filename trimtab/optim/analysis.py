@@ -1,11 +1,11 @@
 """How much an 8-bit data type distorts Adam's update, and where (Dettmers et al. 2022, appendix F).
 
-A 32-bit optimizer runs undisturbed. At each look, its moments are quantized and dequantized by the method under test,
-and the update made of them is compared with the true one:
+A 32-bit optimizer runs as usual. At each `look`, its moments are quantized and dequantized by the method under test,
+and the resulting update is compared with the exact one:
 
     u = m / (√v + eps)      absolute error |u8 - u|       relative error |u8 - u| / |u + 1e-6|
 
-Counts and errors are added up by (code of m, code of v), codes in the order of their values. A good data type has small
+Counts and errors are summed by (code of m, code of v), in the order of the codes' values. A good data type has small
 errors where the counts are high.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trimtab.ops import codebook
 from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
-from trimtab.ops.quadratic import decode_moments, encode_moments
+from trimtab.ops.step.quadratic import decode_moments, encode_moments
 
 Method = Literal["quadratic", "dynamic-symmetric", "dynamic", "linear", "quantile"]
 
 
 class ErrorAnalysis:
-    """Look at the moments of an Adam-like optimizer with 32-bit state, ours or PyTorch's; add up what 8 bits would do.
+    """Sum the errors that 8-bit state would cause, from the moments of an Adam-like optimizer with 32-bit state.
 
     >>> analysis = ErrorAnalysis("dynamic", block=2048)
     >>> optimizer.step(); analysis.look(optimizer)
@@ -55,7 +55,7 @@ class ErrorAnalysis:
 
     @torch.no_grad()
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add this moment of the training to the histograms."""
+        """Add the optimizer's current state to the histograms."""
         found = False
         self._looks += 1
         for state in optimizer.state.values():
@@ -64,7 +64,7 @@ class ErrorAnalysis:
             if self.smallest <= m.numel() <= self.largest:
                 self._add(m.float().contiguous(), v.float().contiguous())
         if not found:
-            raise ValueError("the optimizer has no state yet; look after its first step")
+            raise ValueError("the optimizer has no state yet; call look after its first step")
 
     @property
     def mean_absolute_error(self) -> float:
@@ -109,7 +109,7 @@ class ErrorAnalysis:
 
 def _read_moments(state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     if "exp_avg_codes" in state:
-        raise ValueError("this optimizer's state is quantized already; look at one with bits=32")
+        raise ValueError("this optimizer's state is already quantized; use one with bits=32")
     if "exp_avg" not in state or "exp_avg_sq" not in state:
         raise ValueError(f"the analysis needs exp_avg and exp_avg_sq in 32 bits, the state has {', '.join(state)}")
     return state["exp_avg"], state["exp_avg_sq"]

@@ -1,21 +1,20 @@
 """State dicts: two formats of our own, and those of PyTorch, bitsandbytes and torchao.
 
-    packed      exp_avg_codes, exp_avg_absmax      what is in memory: small, and a resume continues bit for bit
+    packed      exp_avg_codes, exp_avg_absmax      as in memory: small, and a resume continues bit for bit
     portable    exp_avg                            float32 under PyTorch's names: any such optimizer, any sharding
 
-What 8-bit state decodes to is stored again as the same codes and scales, so a resume from portable state continues
-bit for bit too, as long as the blocks are cut the same way: on the same number of processes. (The published table
-"dynamic" is the exception: it has no -1, so a block led by a negative value gets another scale.) Everything is plain
-tensors, numbers and strings: `torch.load(weights_only=True)` reads it.
+Decoded 8-bit state is stored again as the same codes and scales. So a resume from portable state continues bit for bit
+too, on the same number of processes: there the blocks are the same. (Exception: the published table "dynamic" has no
+-1, so a block whose largest magnitude is negative gets another scale.) Everything is plain tensors, numbers and
+strings: `torch.load(weights_only=True)` reads it.
 
-A load is checked and built completely before anything changes: one that fails leaves the optimizer as it was.
+A load is checked and built completely before anything changes: a load that fails does not change the optimizer.
 """
 
-import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch import Tensor
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.sharding import is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES
-from trimtab.optim.state import Storage, decode, encode
+from trimtab.ops.step.storage import Storage, decode, encode
 
 if TYPE_CHECKING:
     from trimtab.optim.optimizer import Optimizer
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 Format = Literal["packed", "portable"]
 Entry = dict[str, Any]
 
-# How the state is kept is this optimizer's own affair; PyTorch's switches mean nothing here.
+# Options that a load does not change, and PyTorch's switches, which have no effect here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
 _TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
-_UNFLATTENED = (
-    "if this comes from torch.distributed.checkpoint, take flatten_optimizer_state_dict=False: flattened, every state "
-    "is looked up by its name in memory, where 8-bit state has other names than in a checkpoint"
+UNFLATTENED = (
+    "with torch.distributed.checkpoint, use flatten_optimizer_state_dict=False: flattened state is looked up by the "
+    "names in memory, and 8-bit state has other names there than in a checkpoint"
 )
-PACKING = 2  # what the codes of packed state mean; another number where that changes
+PACKING = 2  # the version of the codes in packed state
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_EXTRAS = ("skipped", "grad_norms", "compensation")  # what an entry may hold besides step and moments
+_EXTRAS = ("skipped", "grad_norms", "compensation")  # optional state besides step and moments
 
 
 # --- Saving
@@ -50,16 +49,13 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     for pre in optimizer._optimizer_state_dict_pre_hooks.values():
         pre(optimizer)
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    sharded = any(is_sharded(p) for p in params)
-    resharding = _resharding(optimizer)
-    format = format or ("portable" if sharded or resharding else "packed")
+    sharded, coded = any(is_sharded(p) for p in params), optimizer.has_8bit_state()
+    format = format or optimizer.default_format or ("portable" if sharded else "packed")
     if format not in ("packed", "portable"):
         raise ValueError(f"format must be packed or portable, got {format!r}")
     if format == "packed" and sharded:
-        raise ValueError(
-            "packed codes belong to one way of cutting the parameters into shards; save sharded state as portable"
-        )
-    places: dict[Tensor, int] = {}  # PyTorch's, also where a parameter is listed twice
+        raise ValueError("packed codes are valid only for the blocks of one sharding; save sharded state as portable")
+    places: dict[Tensor, int] = {}  # PyTorch's indices, also where a parameter is listed twice
     start = 0
     for group in optimizer.param_groups:
         places |= {p: i for i, p in enumerate(group["params"], start) if p not in places}
@@ -67,38 +63,42 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
-        | ({"packing": PACKING, "moments": list(optimizer.moments)} if format == "packed" else {})
+        | ({"packing": PACKING, "moments": list(optimizer.moments)} if format == "packed" and coded else {})
         for group in optimizer.param_groups
     ]
-    # Whatever somebody keeps there under a key that is no parameter is passed on, as PyTorch does.
+    # State under keys that are not parameters is saved too, as in PyTorch.
     state: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if optimizer.state.get(p):
                 entry = optimizer.state[p]
                 state[places[p]] = dict(entry) if format == "packed" else _to_portable(optimizer, p, group, entry)
-    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    guarded = PackedState(state) if format == "packed" and coded else state
+    result: dict[str, Any] = {"state": guarded, "param_groups": groups}
     for post in optimizer._optimizer_state_dict_post_hooks.values():
         changed = post(optimizer, result)
         result = result if changed is None else changed
     return result
 
 
-def _resharding(optimizer: "Optimizer") -> bool:
-    """Whether torch.distributed.checkpoint asks: what it saves, any number of processes may load.
+class PackedState(dict[Any, Any]):
+    """Packed state by the index of the parameter; saved as an OrderedDict.
 
-    It calls `state_dict()` without arguments, so only the stack tells.
+    torch.distributed.checkpoint (DCP) replaces the indices by names, to load the state on other processes. Codes of
+    whole tensors cannot be sharded, so names are refused.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        frame = frame.f_back
-    if frame is None:
-        return False
-    if getattr(frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
-        groups = optimizer.param_groups
-        if any(optimizer.storage_of(p, group).bits == 8 for group in groups for p in group["params"]):
-            raise ValueError(f"8-bit state saved in this way could not be loaded; {_UNFLATTENED}")
-    return True
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, str):
+            raise ValueError(
+                "torch.distributed.checkpoint cannot shard packed 8-bit state; call trimtab.optim."
+                "distributed_state_dict(model, optimizer) in place of get_optimizer_state_dict or get_state_dict, and "
+                "load_distributed_state_dict(model, optimizer, state) to load it"
+            )
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
 
 
 def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
@@ -123,13 +123,14 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
         state_dict = state_dict if changed is None else changed
     saved_groups = state_dict["param_groups"]
     _check_groups(optimizer, saved_groups, state_dict["state"])
-    state: dict[Any, Any] = {key: value for key, value in state_dict["state"].items() if not isinstance(key, int)}
+    known = {place for saved in saved_groups for place in saved["params"]}  # indices, or DCP's names
+    state = {key: x for key, x in state_dict["state"].items() if key not in known and not isinstance(key, int)}
     storages: dict[Tensor, Storage] = {}
     groups: list[dict[str, Any]] = []
     names = iter(optimizer.names)
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         if saved.get("amsgrad"):
-            raise ValueError("the state was saved with amsgrad=True, whose running maximum cannot be continued here")
+            raise ValueError("the state was saved with amsgrad=True, whose running maximum is not supported")
         if saved.get("debiased"):
             raise ValueError(
                 "the state was saved by an earlier version, whose StableAdamW stored bias-corrected moments; save it "
@@ -144,16 +145,16 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
         ours = ("params", "packing", "moments", *_OWN, *switches)
         kept = {key: value for key, value in saved.items() if key not in ours}
         if "param_names" in group:
-            kept["param_names"] = group["param_names"]  # a wrapped model calls them otherwise
+            kept["param_names"] = group["param_names"]  # a wrapped model has other names
         groups.append({**group, **deepcopy(kept)})
         optimizer.check_group(groups[-1])
         for p, place in zip(group["params"], saved["params"], strict=True):
             name = next(names)
             if not state_dict["state"].get(place):
-                continue  # it has not been stepped yet
+                continue  # it has no step yet
             storages[p] = optimizer.storage_of(p, groups[-1])
-            entry = state_dict["state"][place]
-            state[p] = _read(optimizer, p, name, groups[-1], saved, entry, storages[p], convert)
+            to, entry = _Place(p, name, storages[p]), state_dict["state"][place]
+            state[p] = _read(optimizer, to, groups[-1], saved, entry, convert=convert)
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(loaded)
     optimizer.state.clear()
@@ -185,82 +186,86 @@ def _check_groups(optimizer: "Optimizer", saved: list[dict[str, Any]], state: Ma
 
 
 def _unwrapped(name: str) -> str:
-    """A parameter's name without what torch.compile, DDP, FSDP1 and activation checkpointing put into it."""
+    """A parameter's name without the prefixes of torch.compile, DDP, FSDP1 and activation checkpointing."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def adopt(optimizer: "Optimizer", p: Tensor, group: dict[str, Any], entry: Entry) -> Storage:
-    """State that somebody put into `optimizer.state` by hand, kept from now on as this optimizer keeps it."""
+    """Convert state that the user assigned to `optimizer.state` to this optimizer's storage."""
     storage = optimizer.storage_of(p, group)
-    saved = group | {"packing": PACKING}
-    read = _read(optimizer, p, "a parameter", group, saved, entry, storage, convert=False)
+    read = _read(
+        optimizer, _Place(p, "a parameter", storage), group, group | {"packing": PACKING}, entry, convert=False
+    )
     entry.clear()
     entry.update(read)
     return storage
 
 
+class _Place(NamedTuple):
+    """Where state goes: a parameter, its name for messages, and its storage."""
+
+    p: Tensor
+    name: str
+    storage: Storage
+
+
 def _read(
     optimizer: "Optimizer",
-    p: Tensor,
-    name: str,
+    to: _Place,
     group: dict[str, Any],
     saved: Mapping[str, Any],
     entry: Mapping[str, Any],
-    storage: Storage,
+    *,
     convert: bool,
 ) -> Entry:
-    """One parameter's state as this optimizer keeps it."""
+    """One parameter's saved state in this optimizer's storage."""
     if "state1" in entry or any(str(key).startswith("__bnb") for key in entry):
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
-    device = local(p).device
-    step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
-    result: Entry = {"step": step}
+    kind, device, extras = type(optimizer).__name__, local(to.p).device, optimizer.extras_of(to.p)
     names, signed = optimizer.states_of(group), RULES[optimizer.rule_of(group)].signed
+    stored = [f"{moment}{end}" for moment in (*optimizer.moments, *names) for end in ("", "_codes", "_absmax")]
+    unknown = [
+        str(key) for key, x in entry.items() if x is not None and key not in {"step", *extras, *_EXTRAS, *stored}
+    ]
     if names and f"{names[0]}_codes" in entry:
-        result |= _read_codes(entry, p, name, names, signed, saved, storage, convert)
+        moments = _read_codes(entry, to, names, signed, saved, convert=convert)
     else:
-        missing = [moment for moment in (*names, *optimizer.extras_of(p)) if moment not in entry]
+        missing = [moment for moment in (*names, *extras) if moment not in entry]
         if missing:
             raise ValueError(
-                f"the state of {name} has no {missing[0]}, which {type(optimizer).__name__} needs; "
-                f"it has {', '.join(entry)}"
+                f"the state of {to.name} has no {missing[0]}, which {kind} needs; it has {', '.join(entry)}"
             )
-        values = {moment: _fit(entry[moment], p, name, moment).float() for moment in names}
-        result |= encode(values, signed, storage)
-    extras = optimizer.extras_of(p)
-    known = {"step", *extras, *_EXTRAS}.union(
-        *((moment, f"{moment}_codes", f"{moment}_absmax") for moment in (*optimizer.moments, *names))
-    )
-    unknown = [key for key, value in entry.items() if value is not None and key not in known]
+        moments = encode({moment: _fit(entry[moment], to, moment).float() for moment in names}, signed, to.storage)
     if unknown:
         raise ValueError(
-            f"the state of {name} holds {', '.join(map(str, unknown))}, which {type(optimizer).__name__} does not "
-            "keep: another optimizer saved it"
+            f"the state of {to.name} holds {', '.join(unknown)}, which {kind} does not keep: another optimizer saved it"
         )
+    step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
+    result = {"step": step} | moments
     for extra in (*extras, *_EXTRAS):
         if extra in entry:
             value = entry[extra]
-            result[extra] = _fit(value, p, name, extra) if extra == "compensation" else value.clone().to(device)
+            result[extra] = _fit(value, to, extra) if extra == "compensation" else value.clone().to(device)
     return result
 
 
 def _read_codes(
     entry: Mapping[str, Any],
-    p: Tensor,
-    name: str,
+    to: _Place,
     moments: tuple[str, ...],
     signed: tuple[bool, ...],
     saved: Mapping[str, Any],
-    storage: Storage,
+    *,
     convert: bool,
 ) -> Entry:
+    p, name, storage = to
     for moment in moments:
         if not isinstance(codes := entry[f"{moment}_codes"], Tensor):
-            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {_UNFLATTENED}")
+            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {UNFLATTENED}")
     if saved.get("packing") != PACKING:
         raise ValueError(
             f"the state dict holds 8-bit codes of packing {saved.get('packing', 1)}, this version reads packing "
-            f"{PACKING}: they mean other numbers. Load it with the version that saved it, and save it there with "
+            f"{PACKING}: the codes differ. Load it with the version that saved it, and save it there with "
             "state_dict(format='portable')"
         )
     theirs, read = Storage(8, saved["block"], saved["codebook"]), {}
@@ -270,24 +275,25 @@ def _read_codes(
         if codes.dtype != torch.uint8 or absmax.dtype != torch.float32 or absmax.shape != (blocks,):
             raise ValueError(
                 f"the packed {moment} of {name} must be uint8 codes with {blocks} float32 scales, got {codes.dtype} "
-                f"and {tuple(absmax.shape)} {absmax.dtype}; something has cast or cut it"
+                f"and {tuple(absmax.shape)} {absmax.dtype}; the state was cast or cut"
             )
-        read[f"{moment}_codes"] = codes.to(local(p).device) if is_sharded(p) else _fit(codes, p, name, moment)
+        read[f"{moment}_codes"] = codes.to(local(p).device) if is_sharded(p) else _fit(codes, to, moment)
         read[f"{moment}_absmax"] = absmax.detach().clone().to(local(p).device)
     if theirs == storage and not is_sharded(p):
         return read
     if theirs != storage and storage.bits == 8 and not convert:
         raise ValueError(
             f"the state was stored with block={theirs.block}, codebook={theirs.codebook!r}; this optimizer has "
-            f"block={storage.block}, codebook={storage.codebook!r}. Build it with the same, or store it anew with "
+            f"block={storage.block}, codebook={storage.codebook!r}. Build it with the same, or store it again with "
             "load_state_dict(..., convert=True), which rounds once more"
         )
-    whole = decode(read, moments, signed, theirs)  # a shard has blocks of its own, so it cannot take these
-    return encode({moment: _fit(x, p, name, moment) for moment, x in whole.items()}, signed, storage)
+    whole = decode(read, moments, signed, theirs)  # a shard has other blocks
+    return dict(encode({moment: _fit(x, to, moment) for moment, x in whole.items()}, signed, storage))
 
 
-def _fit(value: Any, p: Tensor, name: str, what: str) -> Tensor:
-    """A copy of this process's part, in the memory order and on the device of its parameter."""
+def _fit(value: Any, to: _Place, what: str) -> Tensor:
+    """A copy of this process's part, with the memory order and the device of its parameter."""
+    p, name, _ = to
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} of {name} must be a tensor, got {type(value).__name__}")
     if type(value).__name__.startswith("OptimState"):
@@ -304,12 +310,12 @@ def _fit(value: Any, p: Tensor, name: str, what: str) -> Tensor:
 def from_bitsandbytes(
     state_dict: Mapping[str, Any], moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 ) -> dict[str, Any]:
-    """A bitsandbytes state dict, 8-bit or 32-bit, as a portable one. `moments` are those of the optimizer to load it.
+    """A bitsandbytes state dict, 8-bit or 32-bit, as a portable one. `moments`: those of the optimizer that loads it.
 
     >>> optimizer = trimtab.optim.Lion(model.parameters(), bits=8)
     >>> optimizer.load_state_dict(from_bitsandbytes(torch.load("optimizer.pt"), optimizer.moments))
     """
-    # Its groups hold every optimizer's hyper-parameters under Adam's names; only those that mean the same are taken.
+    # Its groups have every optimizer's hyper-parameters under Adam's names; only those with the same meaning are used.
     taken = ["lr", "initial_lr", "weight_decay", "params", "param_names"]
     taken += ["betas"] if moments[0] == "exp_avg" else []
     taken += ["eps"] if len(moments) > 1 else []
@@ -337,13 +343,13 @@ def from_torchao(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         decoded = {key: x.dequantize().float() if hasattr(x, "codes") else x for key, x in entry.items()}
         return decoded | {"step": torch.as_tensor(entry["step"], dtype=torch.float32).reshape(())}
 
-    # It turns every learning rate into a tensor of its own; as a number it fits any scheduler.
+    # Its learning rates are tensors; as numbers they work with any scheduler.
     groups = [{**group, "lr": float(group["lr"])} for group in state_dict["param_groups"]]
     return {"state": {place: read(entry) for place, entry in state_dict["state"].items()}, "param_groups": groups}
 
 
 def _unwrap(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Newer versions of bitsandbytes put the quantized tensors one level down."""
+    """Newer versions of bitsandbytes nest the quantized tensors one level deeper."""
     return next((value for key, value in entry.items() if str(key).startswith("__bnb")), {})
 
 

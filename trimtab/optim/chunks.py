@@ -1,11 +1,11 @@
-"""The step in stretches, for what the fused kernel leaves to others: zeros to skip, careful rounding, no state at all.
+"""The step chunk by chunk, for options that the fused kernel does not have: skip_zeros, rounding, no state at all.
 
-Each stretch of a tensor is brought to float32, stepped there by the same kernel, and stored again. At most CHUNK values
-are in float32 at a time, so nothing grows with the model.
+Each chunk of a tensor is converted to float32, stepped by the same kernel, and stored again. At most CHUNK values are
+in float32 at a time, so the extra memory does not grow with the model.
 
-Rounding a bfloat16 parameter to nearest loses every update smaller than 1/256 of it. Two ways not to lose them:
-    stochastic   round up with the probability of the distance: right on average, no extra memory
-    kahan        keep what was rounded away, as bfloat16, and add it next time: 2 more bytes per parameter
+Rounding a bfloat16 parameter to nearest loses every update smaller than 1/256 of it. Two ways to keep them:
+    stochastic   round up with a probability equal to the distance: exact on average, no extra memory
+    kahan        store the rounding error as bfloat16 and add it at the next step: 2 more bytes per parameter
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,45 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.ops.sharding import flat
-from trimtab.ops.step import RULES, STEP, step_unchecked
-from trimtab.optim.state import Storage, decode_flat, encode_flat
+from trimtab.ops.sharding import flat, local
+from trimtab.ops.step import RULES, step_unchecked
+from trimtab.ops.step.rules import STEP
+from trimtab.ops.step.storage import Batch, Storage, decode_flat, encode_flat
 
 CHUNK = 1 << 18
 
 
-def step_in_chunks(
-    rule: str,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[dict[str, Any]],
-    moments: Sequence[str],
-    storage: Storage,
-    rows: Tensor,
-    steps: Tensor,
-    group: Mapping[str, Any],
-) -> None:
-    """What `fused_step` does, chunk by chunk. Without `moments` nothing is remembered."""
-    signed = RULES[rule].signed
-    books = storage.books(rows.device)
-    numbers = steps.tolist() if group["rounding"] == "stochastic" else []
+def step_in_chunks(batch: Batch, rows: Tensor) -> None:
+    """The same as `fused_step`, chunk by chunk. A batch without moments keeps no state."""
+    group, storage, rule = batch.group, batch.storage, str(batch.rule)
+    signed, books = RULES[rule].signed, storage.books(rows.device)
+    numbers = batch.steps.tolist() if group["rounding"] == "stochastic" else []
     length = max(storage.block, CHUNK // storage.block * storage.block)  # whole blocks
-    for i, (p, g, state) in enumerate(zip(params, grads, states, strict=True)):
+    for i, (p, g, state) in enumerate(zip(batch.params, batch.grads, batch.kept, strict=True)):
         p, g, row = p.view(-1), g.view(-1), rows[i : i + 1]
-        kahan = group["rounding"] == "kahan" and p.dtype != torch.float32
-        rest = flat(state["compensation"]).view(-1) if kahan else None
+        rest = None
+        if group["rounding"] == "kahan" and p.dtype != torch.float32:
+            if "compensation" not in state:
+                state["compensation"] = torch.zeros_like(local(batch.owners[i]))
+            rest = flat(state["compensation"]).view(-1)
         for start in range(0, p.numel(), length):
             here = slice(start, start + length)
             wide = p[here].float()
             if rest is not None:
                 wide += rest[here]
-            kept = _load(state, moments, signed, storage, here) or [torch.zeros_like(wide) for _ in signed]
-            before = [x.clone() for x in (wide, *kept)] if group["skip_zeros"] else []
-            step_unchecked([wide], [g[here]], kept, [], row, *books, rule, storage.code, storage.block)
-            for x, old in zip((wide, *kept), before, strict=False):
+            moments = _load(state, batch, here) or [torch.zeros_like(wide) for _ in signed]
+            before = [x.clone() for x in (wide, *moments)] if group["skip_zeros"] else []
+            step_unchecked([wide], [g[here]], moments, [], row, *books, rule, storage.code, storage.block)
+            for x, old in zip((wide, *moments), before, strict=False):
                 x.copy_(torch.where(g[here] == 0, old, x))
-            moved = row.isfinite().all()  # a skipped tensor stays as it is, to the last bit of its codes
-            _store(kept, state, moments, signed, storage, here, moved, step=row[0, STEP].long())
+            moved = row.isfinite().all()  # a skipped tensor does not change, nor do its codes
+            if batch.names:
+                _store(moments, state, batch, here, moved, step=row[0, STEP].long())
             if rest is not None:
                 rounded = wide.to(p.dtype)
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
@@ -64,7 +59,7 @@ def step_in_chunks(
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Round each value up or down with the probability of its distance: right on average, and the same for one seed."""
+    """Round each value up or down, with probabilities by distance: exact on average, and reproducible by seed."""
     if dtype != torch.bfloat16:
         raise ValueError(f"stochastic rounding needs bfloat16, got {dtype}; use rounding='kahan' or 'nearest'")
     generator = torch.Generator(x.device).manual_seed(seed)
@@ -76,42 +71,32 @@ def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
 
 
 def _seed(step: float, tensor: int, start: int) -> int:
-    """The same on every replica, another at every step: copies of a model must not drift apart."""
+    """The same on every replica, so that replicas stay equal; different at every step."""
     return hash((int(step), tensor, start)) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-def _load(
-    state: Mapping[str, Any], moments: Sequence[str], signed: Sequence[bool], storage: Storage, here: slice
-) -> list[Tensor]:
+def _load(state: Mapping[str, Any], batch: Batch, here: slice) -> list[Tensor]:
     """Copies in float32; none where nothing is kept."""
-    if storage.bits == 32 or not moments:
-        return [flat(state[name]).view(-1)[here].clone() for name in moments]
-    codes = [flat(state[f"{name}_codes"]).view(-1)[here] for name in moments]
-    return decode_flat(codes, [state[f"{name}_absmax"][_blocks(here, storage)] for name in moments], signed, storage)
+    if batch.storage.bits == 32 or not batch.names:
+        return [flat(state[name]).view(-1)[here].clone() for name in batch.names]
+    codes, absmax = zip(*(_stored(state, name, batch.storage, here) for name in batch.names), strict=True)
+    return decode_flat(codes, absmax, RULES[str(batch.rule)].signed, batch.storage)
 
 
 def _store(
-    values: Sequence[Tensor],
-    state: Mapping[str, Any],
-    moments: Sequence[str],
-    signed: Sequence[bool],
-    storage: Storage,
-    here: slice,
-    moved: Tensor,
-    *,
-    step: Tensor,
+    values: Sequence[Tensor], state: Mapping[str, Any], batch: Batch, here: slice, moved: Tensor, *, step: Tensor
 ) -> None:
-    if storage.bits == 32 or not moments:
-        for name, x in zip(moments, values, strict=False):
-            flat(state[name]).view(-1)[here] = x  # unchanged where the tensor was skipped
+    if batch.storage.bits == 32:
+        for name, x in zip(batch.names, values, strict=True):
+            flat(state[name]).view(-1)[here] = x  # not changed where the tensor was skipped
         return
-    stored = encode_flat(values, signed, storage, step=step)
-    for name, (codes, absmax) in zip(moments, stored, strict=True):
-        old_codes = flat(state[f"{name}_codes"]).view(-1)[here]
-        old_absmax = state[f"{name}_absmax"][_blocks(here, storage)]
-        old_codes.copy_(torch.where(moved, codes, old_codes))
-        old_absmax.copy_(torch.where(moved, absmax, old_absmax))
+    stored = encode_flat(values, RULES[str(batch.rule)].signed, batch.storage, step=step)
+    for name, new in zip(batch.names, stored, strict=True):
+        for old, value in zip(_stored(state, name, batch.storage, here), new, strict=True):
+            old.copy_(torch.where(moved, value, old))
 
 
-def _blocks(here: slice, storage: Storage) -> slice:
-    return slice(here.start // storage.block, -(-here.stop // storage.block))
+def _stored(state: Mapping[str, Any], name: str, storage: Storage, here: slice) -> tuple[Tensor, Tensor]:
+    """Views of the codes and of the absmax of a chunk."""
+    blocks = slice(here.start // storage.block, -(-here.stop // storage.block))
+    return flat(state[f"{name}_codes"]).view(-1)[here], state[f"{name}_absmax"][blocks]

@@ -1,8 +1,8 @@
-"""What an optimizer keeps: which tensors are quantized, which are not and why, and the bytes.
+"""The state of an optimizer: which tensors are quantized, which are not and why, and the bytes.
 
     print(optimizer.describe())
 
-True before the first step as well: it tells what will be kept.
+Before the first step it describes the state that will be made.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """The state of one parameter, over all shards: its moments, and what else grows with it."""
+    """The state of one parameter, over all shards."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class Description:
         return "\n".join([*table, "", self.summary()])
 
     def summary(self) -> str:
-        """One line: how many tensors are quantized and what that saves."""
+        """One line: how many tensors are quantized, and the bytes saved."""
         quantized = sum(entry.bits == 8 for entry in self.entries)
         saved = 1 - self.bytes_now / self.bytes_at_32 if self.bytes_at_32 else 0.0
         return (

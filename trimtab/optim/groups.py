@@ -1,7 +1,7 @@
-"""Who keeps 32-bit state, who decays, whose learning rate is scaled: decided once, by name, module or predicate.
+"""Parameter groups: 32-bit state, weight decay and learning-rate scale by name, module or predicate.
 
-Embeddings get gradients in few rows at a time, some of them huge, and are the part of a model that 8-bit state can
-unsettle (Dettmers et al. 2022), so they keep 32 bits unless told otherwise.
+Embeddings get gradients in a few rows at a time, some of them very large, and can become unstable with 8-bit state
+(Dettmers et al. 2022). By default they keep 32-bit state.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# The names of embeddings in GPT-2, Llama, BERT, minGPT (tok_emb), BLOOM and XLNet (word_emb), T5 and BART (shared).
+# Names of embeddings in GPT-2, Llama, BERT, minGPT (tok_emb), BLOOM and XLNet (word_emb), T5 and BART (shared).
 EMBEDDINGS = (
     *("*embed*", "*Embed*", "emb.*", "*.emb.*", "*wte*", "*wpe*"),
     *("*tok_emb*", "*word_emb*", "*pos_emb*", "shared.weight", "*.shared.weight"),
@@ -26,8 +26,8 @@ def as_rules(keep: Keep | Iterable[Keep]) -> tuple[Keep, ...]:
     for rule in rules:
         if isinstance(rule, type):
             raise TypeError(
-                f"keep32 got the class {rule.__name__}; an optimizer sees tensors, not classes. Pass the modules "
-                f"themselves, or build the groups with trimtab.optim.groups(model, keep32={rule.__name__})"
+                f"keep32 got the class {rule.__name__}, but an optimizer has no modules. Pass the modules themselves, "
+                f"or build the groups with trimtab.optim.groups(model, keep32={rule.__name__})"
             )
         if not (isinstance(rule, str | nn.Module | Tensor) or callable(rule)):
             raise TypeError(
@@ -48,7 +48,7 @@ def matches(rule: Keep, name: str | None, p: Tensor) -> bool:
 
 
 def reason(rule: Keep) -> str:
-    """Why a parameter is exempt, in the words of the rule that says so."""
+    """Why a parameter that matches the rule keeps 32-bit state."""
     if isinstance(rule, str):
         return f"name matches {rule!r}"
     if isinstance(rule, Tensor):
@@ -68,23 +68,23 @@ def groups(
     mup_ratio: float = 1.0,
     independent_decay: bool = False,
 ) -> list[dict[str, Any]]:
-    """Parameter groups of a model, ready for any optimizer here.
+    """Parameter groups of a model, for any optimizer of trimtab.
 
     Args:
-        lr: of everything that muParam does not scale.
+        lr: the learning rate of all parameters that muParam does not scale.
         weight_decay: of tensors with two dimensions or more; vectors (biases, gains) never decay.
         no_decay: name patterns of further tensors that do not decay.
-        keep32: who keeps 32-bit state: patterns, modules, predicates, and classes of modules. By default embeddings,
-            known by their class, then by their names; not those that have `keep32 = False` themselves.
+        keep32: the parameters with 32-bit state: patterns, modules, predicates, and classes of modules. By default
+            embeddings, by class and by name, except modules with `keep32 = False`.
         mup_ratio: base width / width. Multiplies the learning rate of every linear layer's weight; decay is not scaled.
-        independent_decay: decay by weight_decay * lr / lr_max, whatever the learning rate is.
+        independent_decay: decay by weight_decay * lr / lr_max, independent of the peak learning rate.
     """
     if mup_ratio <= 0:
         raise ValueError(f"mup_ratio is base width / width and must be positive, got {mup_ratio}")
     given = keep32 if isinstance(keep32, Sequence) and not isinstance(keep32, str) else (keep32,)
     classes = tuple(rule for rule in given if isinstance(rule, type))
     named = as_rules([rule for rule in given if not isinstance(rule, type)])
-    # A module may decline for itself, as StableEmbedding(keep32=False) does.
+    # A module can opt out, as StableEmbedding(keep32=False) does.
     found = [m for m in model.modules() if isinstance(m, classes)]
     rules = (*(m for m in found if getattr(m, "keep32", True)), *named)
     declined = {id(p) for m in found if not getattr(m, "keep32", True) for p in m.parameters()}
@@ -95,7 +95,7 @@ def groups(
         decays = p.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in patterns)
         members.setdefault((decays, id(p) in linear, id(p) in declined), []).append((name, p))
     result = []
-    for (decays, scaled, refuses), params in sorted(members.items(), reverse=True):
+    for (decays, scaled, opted_out), params in sorted(members.items(), reverse=True):
         ratio = mup_ratio if scaled else 1.0
         decay = weight_decay if independent_decay else weight_decay / ratio
         result.append(
@@ -104,7 +104,7 @@ def groups(
                 "lr": lr * ratio,
                 "weight_decay": decay if decays else 0.0,
                 "independent_decay": independent_decay,
-                "keep32": [r for r in rules if not refuses and any(matches(r, name, p) for name, p in params)],
+                "keep32": [r for r in rules if not opted_out and any(matches(r, name, p) for name, p in params)],
             }
         )
     return result

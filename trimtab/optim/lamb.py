@@ -1,8 +1,8 @@
-"""LAMB: Adam's update, scaled layer by layer to the size of the weights (You et al. 2020).
+"""LAMB: Adam's update, scaled layer by layer to the norm of the weights (You et al. 2020).
 
 u = m̂ / (√v̂ + eps) + wd p
 p <- p - lr (‖p‖ / ‖u‖) u           1 instead of the ratio where either norm is zero
-p <- p - lr min(1, c ‖p‖ / ‖u‖) u   with max_unorm c: the ratio only ever shortens the step
+p <- p - lr min(1, c ‖p‖ / ‖u‖) u   with max_unorm c: the ratio can only shorten the step
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
+from trimtab.ops.step.rules import adam_averages
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -33,28 +33,14 @@ class LAMB(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         """`max_unorm` is bitsandbytes' one-sided clip (its default is 1.0); None is LAMB as published."""
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_unorm": max_unorm,
-            "beta2_power": beta2_power,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, own | {"max_unorm": max_unorm, "beta2_power": beta2_power}, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
-        return step_rules.lamb(
-            batch.steps,
-            lr=1.0 if sums is None else group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-            trust=1.0 if sums is None else self.trust_of(sums, group),
-            beta2_power=group["beta2_power"],
-        )
+        group, wd, t = batch.group, batch.weight_decay, batch.t
+        lr = 1.0 if sums is None else batch.lr * self.trust_of(sums, group)
+        averages = adam_averages(group["betas"], t, group["beta2_power"])
+        return batch.rows(**averages, eps=group["eps"], decay=1 - lr * wd, lr=lr / (1 - averages["beta1"] ** t))
 
     def measure(self, batch: Batch) -> Tensor:
-        return self.norms_of(batch, self.rows(batch, None))
+        return batch.norms(self.rows(batch, None))

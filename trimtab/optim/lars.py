@@ -1,4 +1,4 @@
-"""LARS: momentum, scaled layer by layer to the size of the weights (You et al. 2017).
+"""LARS: momentum, scaled layer by layer to the norm of the weights (You et al. 2017).
 
 g <- g + wd p
 m <- momentum m + g
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
+from trimtab.ops.step.rules import momentum_average
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -31,22 +31,16 @@ class LARS(Optimizer):
         **options: Unpack[Options],
     ) -> None:
         """`max_unorm` bounds a step's length relative to the weights; None scales every step to ‖p‖."""
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "max_unorm": max_unorm}
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "max_unorm": max_unorm}
+        super().__init__(params, own, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
-        return step_rules.lars(
-            batch.steps,
-            lr=1.0 if sums is None else group["lr"],
-            momentum=group["momentum"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-            trust=1.0 if sums is None else self.trust_of(sums, group),
-        )
+        lr = 1.0 if sums is None else batch.lr * self.trust_of(sums, batch.group)
+        average = momentum_average(batch.steps, batch.group["momentum"])
+        return batch.rows(**average, coupled=batch.weight_decay, lr=lr, mix_m=1.0)
 
     def measure(self, batch: Batch) -> Tensor:
-        return self.norms_of(batch, self.rows(batch, None))
+        return batch.norms(self.rows(batch, None))
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
 class Lion(Optimizer):
-    """Half of AdamW's state: one byte per parameter with bits=8. Wants a learning rate 3 to 10 times smaller."""
+    """Half of AdamW's state: one byte per parameter with bits=8. Needs a 3 to 10 times smaller learning rate."""
 
     rule = "lion"
     moments = ("exp_avg",)
@@ -27,15 +26,9 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, options)
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
-        return step_rules.lion(
-            batch.steps,
-            lr=group["lr"],
-            betas=group["betas"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-        )
+        lr, wd, (beta1, beta2) = batch.lr, batch.weight_decay, batch.group["betas"]
+        update = {"mix_m": beta1, "mix_g": 1 - beta1}  # sign(β1 m + (1 - β1) g)
+        return batch.rows(**update, beta1=beta2, gain1=1 - beta2, decay=1 - lr * wd, lr=lr)

@@ -1,67 +1,45 @@
-"""What every optimizer here shares: options, state, and one step over all parameters in a few calls.
+"""The base class of all optimizers: options, state, and one step over all parameters in a few calls.
 
-    gather      parameters with a gradient, by group and by how their state is kept           -> batches
-    inspect     gradient norms, where somebody asked: skip the non-finite, clip by percentile -> grad_scale
+    gather      parameters with a gradient, by group and by how their state is stored         -> batches
+    inspect     gradient norms, if an option needs them: skip non-finite, clip by percentile  -> grad_scale
     measure     the first pass of StableAdamW, LAMB and LARS, added up over shards            -> sums
-    rows        hyper-parameters and step numbers to one row of numbers per tensor
+    rows        hyper-parameters and step numbers to one row of coefficients per tensor
     apply       the fused kernel, once per batch
 
 An optimizer is a subclass with a `rule`, the names of its `moments`, and `rows`; two-pass ones also have `measure`.
-Nothing in a step waits for the device.
+A step never waits for the device.
 """
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from trimtab.ops import step_rules
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
-from trimtab.ops.step import DECAY, RULES, gradient_norms_unchecked, norms_unchecked, step_unchecked
+from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
+from trimtab.ops.step.rules import DECAY, independent_decay, trust_from_norms
+from trimtab.ops.step.storage import Batch, Storage, new_moment
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
-from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param
-from trimtab.optim.state import Storage, choose_storage, new_moment
+from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
 
-Key = tuple[int, int, torch.device]  # of a batch: the group, the bits of its state, the device
+__all__ = ["Batch", "Optimizer", "Options"]
+
+Key = tuple[int, int, torch.device]  # of a batch: the index of the group, the bits of its state, the device
 _FLOATS = set(FLOATS)
-RING = 100  # gradient norms that percentile clipping remembers
-
-
-@dataclass(eq=False)
-class Batch:
-    """Tensors of one group that are kept the same way: what one call of the kernel works on."""
-
-    group: dict[str, Any]
-    storage: Storage
-    owners: list[Tensor] = field(default_factory=list)  # the parameters themselves
-    where: list[int] = field(default_factory=list)  # their places among all parameters
-    params: list[Tensor] = field(default_factory=list)  # what this process holds of them, in memory order
-    grads: list[Tensor] = field(default_factory=list)
-    kept: list[dict[str, Any]] = field(default_factory=list)  # their states
-    counts: Tensor = field(init=False)  # the steps taken so far, of which every state holds its own as a view
-    steps: Tensor = field(init=False)  # the number of the step being taken, per tensor
-    grad_scale: Tensor | float = 1.0
-
-    def list_states(self, names: Iterable[str]) -> list[Tensor]:
-        """All of the first, then the next, each in memory order."""
-        found = [state[name] for name in names for state in self.kept]
-        return found if all(x.is_contiguous() for x in found) else [flat(x) for x in found]
-
-    def numels(self) -> Tensor:
-        """Of the whole tensors, not of the shards."""
-        return torch.tensor([p.numel() for p in self.owners], device=self.steps.device)
+RING = 100  # gradient norms that percentile clipping keeps
 
 
 class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]  # in trimtab.ops.step.RULES
+    default_format: checkpoint.Format | None = None  # of `state_dict()`; trimtab.optim.distributed sets it
     moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -80,45 +58,41 @@ class Optimizer(torch.optim.Optimizer):
         if idle:
             warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
 
-    # --- What a subclass says
+    # --- Defined by subclasses
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        """One row of `trimtab.ops.step.SCALARS` per tensor; `sums` are those of `measure`, None before it."""
+        """One row of `trimtab.ops.step.SCALARS` per tensor. `sums` are those of `measure`, None before it."""
         raise NotImplementedError
 
     def measure(self, batch: Batch) -> Tensor | None:
-        """The first pass, if the rule has one: sums [tensors, k] over this process's shards."""
+        """The first pass, if there is one: sums [tensors, k] over this process's shards."""
         return None
 
     def initial(self, group: dict[str, Any]) -> float:
-        """What the moments start from."""
+        """The initial value of the moments."""
         return 0.0
 
     def extras_of(self, p: Tensor) -> dict[str, torch.Size]:
-        """What else it keeps for a parameter, always in 32 bits."""
+        """Names and shapes of further float32 state of a parameter."""
         return {}
 
     def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
-        """What it keeps for a parameter besides moments."""
+        """Bytes of a parameter's state besides its moments."""
         return p.numel() * p.element_size() if group["rounding"] == "kahan" and p.dtype != torch.float32 else 0
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse hyper-parameters that make no sense."""
+        """Refuse invalid hyper-parameters."""
         check_group(group)
         wanted = 3 if self.rule == "ademamix" else 2
         if "betas" in group and len(group["betas"]) != wanted:
             raise ValueError(f"{type(self).__name__} takes {wanted} betas, got {group['betas']}")
 
-    def decay_of(self, group: dict[str, Any]) -> float:
-        """The weight decay that `rows` deals with; an independent one is none of its business."""
-        return 0.0 if group["independent_decay"] else group["weight_decay"]
-
     def rule_of(self, group: dict[str, Any]) -> str:
-        """The rule this group follows."""
+        """The rule of this group."""
         return self.rule
 
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The moments this group really keeps."""
+        """The moments that this group keeps."""
         return self.moments
 
     # --- Parameters
@@ -132,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self.check_group(group)
-            if group["lr"] < 0:  # later a schedule may end a rounding error below 0
+            if group["lr"] < 0:  # a schedule may later end a rounding error below 0
                 raise ValueError(f"lr must be at least 0, got {group['lr']}")
             names = group.get("param_names", [None] * len(group["params"]))
             if names and names[0] is None and any(isinstance(rule, str) for rule in explicit):
@@ -168,8 +142,13 @@ class Optimizer(torch.optim.Optimizer):
             for name in group.get("param_names", [f"group {i}, parameter {k}" for k in range(len(group["params"]))])
         ]
 
+    def has_8bit_state(self) -> bool:
+        """Whether any parameter has, or will have, 8-bit moments."""
+        groups = self.param_groups
+        return any(self.storage_of(p, group).bits == 8 for group in groups for p in group["params"])
+
     def storage_of(self, p: Tensor, group: dict[str, Any]) -> Storage:
-        """How this parameter's moments are kept, or will be."""
+        """How this parameter's moments are stored, or will be."""
         return self._storage.get(p) or choose_storage(p.numel(), group, self._exempt.get(p))
 
     # --- The step
@@ -178,10 +157,10 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
-    @torch._disable_dynamo
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient. `closure` is called first, with gradients on."""
+        """Update every parameter that has a gradient. `closure` is called first, with gradients enabled."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -200,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
         batches: dict[Key, Batch] = {}
         where, seen = -1, set()  # a parameter that is listed twice is updated once
         for number, group in enumerate(self.param_groups):
-            self.check_group(group)  # again, for it may have been changed
+            self.check_group(group)  # it may have been changed
             bits, block, codebook = group["bits"], group["block"], group["codebook"]
             for p in group["params"]:
                 where += 1
@@ -225,7 +204,7 @@ class Optimizer(torch.optim.Optimizer):
                 key = (number, storage.bits, mine.device)  # block and codebook are the group's
                 batch = batches.get(key)
                 if batch is None:
-                    batch = batches[key] = Batch(group, storage)
+                    batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
                 batch.owners.append(p)
                 batch.where.append(where)
                 batch.params.append(mine)
@@ -237,14 +216,14 @@ class Optimizer(torch.optim.Optimizer):
         return list(batches.values())
 
     def _check_states(self, batch: Batch) -> None:
-        """The kernel writes where it is told to: a parameter that has changed under its state must not reach it.
+        """Refuse parameters that no longer match their state: the kernel would write to wrong addresses.
 
-        Lists of what must agree are quick to compare; only where they differ are the tensors looked at one by one.
+        Whole lists are compared first, which is fast; the tensors are checked one by one only if lists differ.
         """
         params, states, block, bits = batch.params, batch.kept, batch.storage.block, batch.storage.bits
         numels, devices = [p.numel() for p in params], [p.device for p in params]
         usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= _FLOATS
-        for name in self.states_of(batch.group):
+        for name in batch.names:
             found = [state.get(name if bits == 32 else f"{name}_codes") for state in states]
             kept = [x for x in found if x is not None]
             usual = (
@@ -259,16 +238,16 @@ class Optimizer(torch.optim.Optimizer):
                 scales = [state[f"{name}_absmax"] for state in states]
                 usual = [x.numel() for x in scales] == [count_blocks(numel, block) for numel in numels]
         if not usual:
-            first = next(iter(self.states_of(batch.group)), "")
+            first = next(iter(batch.names), "")
             for owner, mine, state in zip(batch.owners, params, states, strict=True):
                 if {first, f"{first}_codes"} & state.keys() == {f"{first}_codes" if bits == 32 else first}:
-                    checkpoint.adopt(self, owner, batch.group, state)  # put there by hand, in the other format
+                    checkpoint.adopt(self, owner, batch.group, state)  # assigned by the user, in the other format
                 self._check_state(mine, state, batch.storage, batch.group)
             batch.params = [flat(p) for p in params]
 
     def _check_state(self, mine: Tensor, state: dict[str, Any], storage: Storage, group: dict[str, Any]) -> None:
         if mine.dtype not in FLOATS:
-            raise ValueError(f"a parameter has become {mine.dtype}; it must stay float32, bfloat16 or float16")
+            raise ValueError(f"a parameter now has dtype {mine.dtype}; it must stay float32, bfloat16 or float16")
         if not is_dense(mine):
             raise ValueError(f"a parameter now has strides {mine.stride()}, which leave gaps or overlap")
         numel, contiguous = mine.numel(), mine.is_contiguous()
@@ -276,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         for name in self.states_of(group):
             kept = state.get(name + suffix)
             if kept is None:
-                raise ValueError(f"the state has no {name}; a moment cannot be switched on in mid-run")
+                raise ValueError(f"the state has no {name}; a moment cannot be switched on during a run")
             if kept.numel() != numel or kept.device != mine.device:
                 raise ValueError(
                     f"a parameter now has {numel} values on {mine.device}, but its {name} has {kept.numel()} on "
@@ -293,7 +272,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} has {state[f'{name}_absmax'].numel()} scales for {numel} values")
 
     def _read_steps(self, key: Key, batch: Batch) -> None:
-        """The step numbers of a batch are views of one tensor, so that counting is one operation."""
+        """The step numbers of a batch are views of one tensor, so that counting takes one operation."""
         now = [state["step"] for state in batch.kept]
         views, counts = self._counts.get(key, ((), None))
         if counts is None or len(now) != len(views) or any(a is not b for a, b in zip(now, views, strict=True)):
@@ -312,7 +291,7 @@ class Optimizer(torch.optim.Optimizer):
             state |= new_moment(mine, name, storage, signed=signed, value=self.initial(group))
 
     def _inspect(self, batches: list[Batch]) -> None:
-        """Look at the gradients' norms: a NaN in grad_scale makes the kernel skip a tensor, and `_count` counts it."""
+        """Read the gradients' norms. A NaN in grad_scale makes the kernel skip a tensor, and `_count` counts it."""
         if not batches:
             return
         norms = [gradient_norms_unchecked(batch.grads).view(-1, 1) for batch in batches]
@@ -325,14 +304,14 @@ class Optimizer(torch.optim.Optimizer):
             batch.grad_scale = torch.where(finite, scale.double(), torch.nan) if _skips(group) else scale
 
     def _clip_by_percentile(self, batch: Batch, squares: Tensor, finite: Tensor) -> Tensor:
-        """Remember this norm in place of the oldest; the factor that brings it down to the percentile."""
+        """Store this norm in place of the oldest, and return the factor that reduces it to the percentile."""
         now = squares.float()
         rings = [state.get("grad_norms") for state in batch.kept]
         filled = [ring if ring is not None else now[i].expand(RING) for i, ring in enumerate(rings)]
         slots = (batch.steps.long() % RING)[:, None]
         old = torch.stack(filled)
         ring = torch.where(finite[:, None], old.scatter(1, slots, now[:, None]), old)
-        ring = torch.where(old.isfinite() | ~finite[:, None], ring, now[:, None])  # the first norms were not finite
+        ring = torch.where(old.isfinite() | ~finite[:, None], ring, now[:, None])  # until now no norm was finite
         for state in batch.kept:
             if "grad_norms" not in state:
                 state["grad_norms"] = torch.empty_like(ring[0])
@@ -353,53 +332,29 @@ class Optimizer(torch.optim.Optimizer):
         if rows.device.type == "cpu" and not _skips(group) and not rows.isfinite().all():
             given = {name: group[name] for name in self.defaults if isinstance(group[name], float | tuple)}
             raise ValueError(
-                f"the hyper-parameters make numbers that are not finite, or too large for float32: {given}"
+                f"the hyper-parameters give coefficients that are not finite, or too large for float32: {given}"
             )
-        if group["independent_decay"] and group["weight_decay"] != 0:
-            if group["lr_max"] is None:
-                raise ValueError("independent_decay was switched on without lr_max; set the group's lr_max too")
-            rows[:, DECAY] = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
+        independent = independent_decay(group)
+        if independent is not None:
+            rows[:, DECAY] = independent
         return rows
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
-        moments, group = self.states_of(batch.group), batch.group
+        group = batch.group
         careful = group["rounding"] != "nearest" and any(p.dtype != torch.float32 for p in batch.params)
-        if group["skip_zeros"] or careful or not moments:
-            if group["rounding"] == "kahan":
-                for p, state in zip(batch.owners, batch.kept, strict=True):
-                    if p.dtype != torch.float32 and "compensation" not in state:
-                        state["compensation"] = torch.zeros_like(local(p))
-            rule = self.rule_of(group)
-            step_in_chunks(
-                rule, batch.params, batch.grads, batch.kept, moments, batch.storage, rows, batch.steps, group
-            )
-            return
-        step_unchecked(*self.kernel_arguments(batch, rows))
-
-    def kernel_arguments(self, batch: Batch, rows: Tensor) -> tuple[Any, ...]:
-        """What the ops of trimtab.ops.step take."""
-        storage, books, rule = batch.storage, batch.storage.books(rows.device), self.rule_of(batch.group)
-        names = self.states_of(batch.group)
-        if storage.bits == 32:
-            states, absmax = batch.list_states(names), []
+        if group["skip_zeros"] or careful or not batch.names:
+            step_in_chunks(batch, rows)
         else:
-            states = batch.list_states([f"{name}_codes" for name in names])
-            absmax = batch.list_states([f"{name}_absmax" for name in names])
-        block = min(storage.block, max([1, *(p.numel() for p in batch.params)]))
-        return batch.params, batch.grads, states, absmax, rows, *books, rule, storage.code, block
-
-    def norms_of(self, batch: Batch, rows: Tensor) -> Tensor:
-        """The sums of p^2 and of (change of p)^2 that these rows would make."""
-        return norms_unchecked(*self.kernel_arguments(batch, rows))
+            step_unchecked(*batch.arguments(rows))
 
     def trust_of(self, sums: Tensor, group: dict[str, Any]) -> Tensor:
-        """What scales each tensor's step to the size of its weights."""
-        trust = step_rules.trust_from_norms(sums, bound=group["max_unorm"])
-        # A non-finite gradient is skipped if that was asked for, and else spreads; it must not hide here.
+        """The factors that scale each tensor's step to the norm of its weights."""
+        trust = trust_from_norms(sums, bound=group["max_unorm"])
+        # A non-finite gradient is skipped with skip_nonfinite, and else spreads; it must not stop here.
         return torch.where(trust.isfinite(), trust, 1.0)
 
     def _count(self, batch: Batch, rows: Tensor) -> None:
-        """Steps move on where a step was taken, and only there."""
+        """Count the step, except for tensors that were skipped."""
         steps = batch.steps
         if _skips(batch.group):
             skipped = rows.isfinite().all(dim=1).logical_not()
@@ -410,11 +365,11 @@ class Optimizer(torch.optim.Optimizer):
             torch._foreach_add_([state["skipped"] for state in batch.kept], list(skipped.float().unbind()))
         batch.counts.copy_(steps)
 
-    # --- What can be read
+    # --- Results
 
     @property
     def skipped(self) -> Tensor:
-        """How often each parameter's step was left out because its gradient was not finite, in the order of `names`."""
+        """How often each parameter was skipped because its gradient was not finite, in the order of `names`."""
         params = [p for group in self.param_groups for p in group["params"]]
         counts = [self.state[p].get("skipped") if p in self.state else None for p in params]
         device = next((c.device for c in counts if c is not None), torch.device("cpu"))
@@ -422,7 +377,7 @@ class Optimizer(torch.optim.Optimizer):
         return torch.stack([zero if c is None else c for c in counts]) if counts else torch.zeros(0)
 
     def describe(self) -> Description:
-        """What is quantized, what is not and why, the bytes now and at 32 bits. Print it."""
+        """Which tensors are quantized, which are not and why, and the bytes now and at 32 bits."""
         return describe(self)
 
     # --- State dicts, copies
@@ -430,20 +385,23 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self, *, format: checkpoint.Format | None = None) -> dict[str, Any]:
         """`packed`: codes and scales, for an exact resume. `portable`: float32, for other optimizers and other shards.
 
-        Left out, it is packed, or portable if the parameters are sharded or torch.distributed.checkpoint asks for it.
+        The default is packed, or portable if parameters are sharded. For torch.distributed.checkpoint use
+        `trimtab.optim.distributed_state_dict`.
         """
         return checkpoint.save(self, format)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, convert: bool = False) -> None:
         """Load either format, or the state of PyTorch's optimizer of the same name.
 
-        How the state is kept (bits, block, codebook) stays as this optimizer was told. Codes of another block size or
-        codebook are refused unless `convert`, because storing them anew loses something.
+        This optimizer's own bits, block and codebook are kept. Codes of another block size or codebook are refused
+        unless `convert`, because storing them again rounds once more.
         """
         checkpoint.load(self, state_dict, convert=convert)
 
     def __getstate__(self) -> dict[str, Any]:
-        patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the rest did its work already
+        patterns = tuple(
+            rule for rule in self._rules if isinstance(rule, str)
+        )  # the other rules have been applied already
         own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
         return super().__getstate__() | own
 
@@ -488,4 +446,4 @@ def _whole(batches: list[Batch], sums: list[Tensor]) -> Iterable[Tensor]:
         return [part.double() for part in sums]
     if len({part.device for part in sums}) > 1:
         return [add_up_shards(batch.owners, part) for batch, part in zip(batches, sums, strict=True)]
-    return add_up_shards(owners, torch.cat(sums)).split([len(part) for part in sums])
+    return torch.split(add_up_shards(owners, torch.cat(sums)), [len(part) for part in sums])

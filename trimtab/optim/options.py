@@ -1,10 +1,10 @@
-"""What every optimizer takes besides its own hyper-parameters, and what it refuses.
+"""The options of all optimizers, and the checks of options, groups and parameters.
 
-Refuse, never ignore: an option that is not what it says would be found out only by its results.
+An option that an optimizer cannot honour is refused, never ignored.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
@@ -13,20 +13,20 @@ from torch import Tensor
 from trimtab.ops import backends
 from trimtab.ops.checks import FLOATS, check_block
 from trimtab.ops.sharding import is_dense, is_sharded, local
+from trimtab.ops.step.storage import CODINGS, Coding, Storage
 from trimtab.optim.groups import Keep
-from trimtab.optim.state import CODINGS, Coding
 
 Rounding = Literal["nearest", "stochastic", "kahan"]
 
 
 class Options(TypedDict, total=False):
-    """Everything but keep32 can be set per group too."""
+    """All but keep32 can be set per group too."""
 
     bits: Literal[8, 32]  # of the state; 32
     block: int  # values that share a scale; 256
     min_8bit_size: int  # smaller tensors keep 32 bits; 4096
-    codebook: Coding  # what a byte of state means; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
-    keep32: Keep | Iterable[Keep]  # who else keeps 32 bits; by default embeddings, known by their names
+    codebook: Coding  # of 8-bit state; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
+    keep32: Keep | Iterable[Keep]  # parameters with 32-bit state; by default embeddings, by their names
     maximize: bool
     independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
     lr_max: float | None  # the peak of the schedule; by default the learning rate given here
@@ -35,8 +35,8 @@ class Options(TypedDict, total=False):
     loss_scale: float  # the loss was multiplied by this; implies skip_nonfinite
     percentile_clipping: int  # shorten gradients longer than this percentile of the last 100; 100 is off
     rounding: Rounding  # of bfloat16 and float16 parameters
-    # PyTorch's switches. foreach and fused ask for an implementation, not for a result: every value is accepted, and
-    # there is one path, which is fused. The others change what a step does: True is refused.
+    # PyTorch's switches. foreach and fused choose an implementation there; here there is one, so every value is
+    # accepted. The others change what a step does: True is refused.
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -77,11 +77,26 @@ _LIMITS = (
 _POSITIVE = ("clip_threshold", "beta2_power", "max_unorm", "t_alpha", "t_beta3")
 
 
+def choose_storage(numel: int, group: Mapping[str, Any], exempt: str | None) -> Storage:
+    """How to store a parameter's moments. `numel` is that of the whole parameter, so all processes choose the same."""
+    bits, why = 32, "bits=32"
+    if group["bits"] == 8:
+        if exempt is not None:
+            why = exempt
+        elif group["skip_zeros"]:  # the values of a block share a scale: none of them could stay exactly what it was
+            why = "skip_zeros"
+        elif numel < group["min_8bit_size"]:
+            why = f"smaller than min_8bit_size={group['min_8bit_size']}"
+        else:
+            bits, why = 8, "bits=8"
+    return Storage(bits, group["block"], group["codebook"], why)
+
+
 def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options without PyTorch's switches, which have no meaning here."""
+    """The options without PyTorch's switches, which have no effect here."""
     for name, instead in REFUSED.items():
         if given.get(name):
-            raise ValueError(f"{optimizer} does not do {name}=True: {instead}")
+            raise ValueError(f"{optimizer} does not support {name}=True: {instead}")
     switches = {*REFUSED, *IMPLEMENTATIONS}
     unknown = given.keys() - DEFAULTS.keys() - switches
     if unknown:
@@ -91,10 +106,10 @@ def check_options(optimizer: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Every value of a group in its range. Fills in lr_max where it is needed."""
+    """Check the range of every value of a group. Sets lr_max if it is needed and missing."""
     for name, instead in REFUSED.items():
         if group.get(name):
-            raise ValueError(f"a parameter group asks for {name}=True: {instead}")
+            raise ValueError(f"a parameter group has {name}=True: {instead}")
     check_lr(group["lr"])
     if group["bits"] not in (8, 32):
         raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
@@ -124,11 +139,11 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def check_lr(lr: Any) -> None:
-    """A number or a tensor of one. A NaN, whose row would make the kernel skip everything, is caught."""
+    """A finite number, or a tensor with one. (With a NaN the kernel would skip every tensor.)"""
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or lr.dim() > 1:
             raise ValueError(f"lr must be a number or a tensor of shape () or (1,), got shape {tuple(lr.shape)}")
-        if lr.device.type != "cpu":  # looking would wait for the device
+        if lr.device.type != "cpu":  # reading it would wait for the device
             return
     if not abs(lr) <= LARGEST:
         raise ValueError(f"lr must be finite and fit in float32, got {lr}")
@@ -137,14 +152,14 @@ def check_lr(lr: Any) -> None:
 def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
     if type(p).__name__ == "FlatParameter" or hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id"):
         raise ValueError(
-            f"{name} is a piece of several tensors laid end to end (FSDP1 or ZeRO): names, keep32, min_8bit_size, "
-            "RMS_t and trust ratios would be those of the piece, not of your layers. Use FSDP2 (fully_shard), which "
-            "keeps each tensor"
+            f"{name} is a piece of several concatenated tensors (FSDP1 or ZeRO): names, keep32, min_8bit_size, RMS_t "
+            "and trust ratios would be those of the piece, not of the layers. Use FSDP2 (fully_shard), which keeps "
+            "each tensor"
         )
     if p.dtype not in FLOATS:
         raise ValueError(f"{name} is {p.dtype}; state can be kept for float32, bfloat16 and float16 parameters")
     if rounding == "stochastic" and p.dtype not in FLOATS[:2]:
-        raise ValueError(f"{name} is {p.dtype}, but stochastic rounding needs bfloat16; 'kahan' does both")
+        raise ValueError(f"{name} is {p.dtype}, but stochastic rounding needs bfloat16; use rounding='kahan'")
     mine = local(p)
     if is_sharded(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
         raise ValueError(f"{name} is a DTensor with partial sums; a parameter must be sharded or replicated")
@@ -152,7 +167,7 @@ def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
         remedy = "give it memory first (to_empty)" if mine.device.type == "meta" else "move the model to cpu or cuda"
         raise ValueError(f"{name} is on {mine.device}, for which there are no kernels; {remedy}")
     if mine.device.type == "cuda" and backends.triton_missing is not None:
-        raise ValueError(f"{name} is on {mine.device}, but the kernels for it are not here: {backends.triton_missing}")
+        raise ValueError(f"{name} is on {mine.device}, but its kernels are not available: {backends.triton_missing}")
     if not is_dense(mine):
         raise ValueError(
             f"{name} has shape {tuple(mine.shape)} with strides {mine.stride()}, which leave gaps or overlap; "

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -31,18 +30,12 @@ class RMSprop(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
+        *,
         centered: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, own | {"momentum": momentum, "centered": centered}, options)
 
     def rule_of(self, group: dict[str, Any]) -> str:
         return "rms" + ("_centered" if group["centered"] else "") + ("_momentum" if group["momentum"] else "")
@@ -53,23 +46,17 @@ class RMSprop(Optimizer):
         return (*buffer, *mean, *self.moments)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
-        return step_rules.rmsprop(
-            batch.steps,
-            lr=group["lr"],
-            alpha=group["alpha"],
-            eps=group["eps"],
-            weight_decay=self.decay_of(group),
-            momentum=group["momentum"],
-            grad_scale=batch.grad_scale,
-        )
+        group, alpha = batch.group, batch.group["alpha"]
+        averages = {"beta2": alpha, "gain2": 1 - alpha, "beta3": alpha, "gain3": 1 - alpha}  # v, mean
+        buffer = {"beta1": group["momentum"], "gain1": 1.0}
+        return batch.rows(**averages, **buffer, eps=group["eps"], coupled=batch.weight_decay, lr=batch.lr)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
         if group["alpha"] >= 1:
             raise ValueError(f"alpha must be below 1, got {group['alpha']}")
         if group["centered"] and group["bits"] != 32:
-            # Steady gradients make mean² nearly v; an error of 1 % in either then changes the step by any factor.
+            # Steady gradients make mean² nearly v; an error of 1 % in either can then change the step by any factor.
             raise ValueError(
                 f"RMSprop with centered=True needs 32-bit state, got bits={group['bits']}: the difference of two "
                 "averages that are nearly equal does not survive rounding to 8 bits. Use bits=32 or centered=False"

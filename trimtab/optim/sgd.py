@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
+from trimtab.ops.step.rules import momentum_average
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -30,29 +30,17 @@ class SGD(Optimizer):
         nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, own | {"nesterov": nesterov}, options)
 
     def states_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.moments if group["momentum"] else ()
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group = batch.group
-        return step_rules.sgd(
-            batch.steps,
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=group["dampening"] if group["momentum"] else 0.0,
-            weight_decay=self.decay_of(group),
-            nesterov=group["nesterov"],
-            grad_scale=batch.grad_scale,
-        )
+        group, momentum = batch.group, batch.group["momentum"]
+        average = momentum_average(batch.steps, momentum, group["dampening"] if momentum else 0.0)
+        update = {"mix_m": momentum, "mix_g": 1.0} if group["nesterov"] else {"mix_m": 1.0}
+        return batch.rows(**average, **update, coupled=batch.weight_decay, lr=batch.lr)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

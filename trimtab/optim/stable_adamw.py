@@ -2,7 +2,7 @@
 
     m <- β1 m + (1 - β1) g          m̂ = m / (1 - β1^t)
     v <- β2 v + (1 - β2) g²         v̂ = v / (1 - β2^t)
-    RMS_t = √ mean(g² / max(v̂, eps²))                    over the whole tensor; near 1 while v̂ tracks g²
+    RMS_t = √ mean(g² / max(v̂, eps²))                    over the whole tensor; near 1 while v̂ follows g²
     η = lr / max(1, RMS_t / d)
     p <- p (1 - η wd) - η m̂ / (√v̂ + eps)
 
@@ -10,8 +10,8 @@ The paper writes m̂ and v̂ as averages with the weights β (1 - β^(t-1)) / (1
 state is that of AdamW. Weight decay follows η, as in the paper's algorithm 2, in the later code of its authors and in
 optimi.
 
-A loss spike follows a spike of RMS_t by one to eight steps: v still remembers small gradients when large ones arrive,
-and the update is too long. Dividing by RMS_t takes the excess out before the spike.
+A loss spike follows a spike of RMS_t by one to eight steps: after small gradients v is small, and when large gradients
+arrive, the update is too long. Dividing by RMS_t removes the excess.
 """
 
 from typing import Any
@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops import step_rules
-from trimtab.ops.step import ratios_unchecked
+from trimtab.ops.step.rules import adam_averages, rms_from_ratios
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
 class StableAdamW(Optimizer):
-    """For training that spikes, or is to run at a higher β2 or learning rate. No gradient clipping needed."""
+    """For training with loss spikes, or with a higher β2 or learning rate. No gradient clipping is needed."""
 
     rule = "adamw"
     moments = ("exp_avg", "exp_avg_sq")
@@ -46,47 +45,28 @@ class StableAdamW(Optimizer):
     ) -> None:
         """Args beyond AdamW's:
 
-        clip_threshold: d; RMS_t below it leaves the step as it is.
-        decay_clipped: weight decay follows η; False lets it follow lr, as in the authors' first code. With
+        clip_threshold: d; RMS_t below it does not change the step.
+        decay_clipped: weight decay follows η; False: it follows lr, as in the authors' first code. With
             `independent_decay` it follows neither, and True is refused.
-        beta2_power: λ replaces β2 by the schedule 1 - t^-λ, whose average needs no correction.
+        beta2_power: λ replaces β2 by the schedule 1 - t^-λ, whose average has no bias.
         """
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "clip_threshold": clip_threshold,
-            "decay_clipped": decay_clipped,
-            "beta2_power": beta2_power,
-        }
-        super().__init__(params, defaults, options)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clip_threshold": clip_threshold}
+        super().__init__(params, own | {"decay_clipped": decay_clipped, "beta2_power": beta2_power}, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        group, rms = batch.group, torch.zeros(())
+        group, lr, wd, t = batch.group, batch.lr, batch.weight_decay, batch.t
+        eta = lr
         if sums is not None:
-            rms = step_rules.rms_from_ratios(sums[:, 0], batch.numels())
+            rms = rms_from_ratios(sums[:, 0], batch.numels())
             self._measured.append((batch.where, rms))
-            # A non-finite gradient is skipped if that was asked for, and else spreads; it must not hide here.
-            rms = torch.where(rms.isfinite(), rms, 1.0)
-        return step_rules.stable_adamw(
-            batch.steps,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=self.decay_of(group),
-            grad_scale=batch.grad_scale,
-            rms=rms,
-            clip=group["clip_threshold"],
-            decay_clipped=group["decay_clipped"] is not False,
-            beta2_power=group["beta2_power"],
-        )
+            # A non-finite gradient is skipped with skip_nonfinite, and else spreads; it must not stop here.
+            eta = lr / (torch.where(rms.isfinite(), rms, 1.0) / group["clip_threshold"]).clamp(min=1)
+        averages = adam_averages(group["betas"], t, group["beta2_power"])
+        decay = 1 - (lr if group["decay_clipped"] is False else eta) * wd
+        return batch.rows(**averages, eps=group["eps"], decay=decay, lr=eta / (1 - averages["beta1"] ** t))
 
     def measure(self, batch: Batch) -> Tensor:
-        rows = step_rules.debiased(self.rows(batch, None))
-        _, grads, states, absmax, rows, _, book, _, code, block = self.kernel_arguments(batch, rows)
-        count = len(grads)  # the second moments follow the first
-        return ratios_unchecked(grads, states[count:], absmax[count:], rows, book, code, block).view(-1, 1)
+        return batch.ratios(self.rows(batch, None)).view(-1, 1)
 
     @property
     def rms(self) -> Tensor:

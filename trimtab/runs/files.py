@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written under a temporary name, synced, then renamed."""
+"""Files that are complete or absent (written under a temporary name, synced, renamed), and the lock of a folder."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ _PIECE = 64 << 20  # bytes that are written and hashed at the same time
 
 
 class RunError(RuntimeError):
-    """A run or study folder that cannot be used as asked."""
+    """A run or study folder that cannot be used."""
 
 
 class HashedWriter:
@@ -119,8 +119,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Exclusive use of a folder until the process ends. Raises RunError if another process has it."""
+    """Use a folder exclusively. Raises RunError if another process uses it.
+
+    The operating system releases the lock when the process ends, however it ends. Forked children do not hold it.
+    A folder that was created here and is still empty at the end is removed.
+    """
     owner, lock = folder / ".owner", FileLock(folder / ".lock", blocking=False)
+    existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -129,13 +134,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise RunError(f"{folder} is in use by {who}; wait for it, or take another folder") from None
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
-    except NotImplementedError:  # some network file systems have no locks
+    try:
+        with contextlib.suppress(OSError):  # the name is only for the message; the disk may be full
+            owner.write_text(f"process {os.getpid()}")
         yield
-        return
-    with lock:
-        owner.write_text(f"process {os.getpid()}")
-        try:
-            yield
-        finally:
+    finally:
+        with contextlib.suppress(OSError):
             owner.unlink(missing_ok=True)
-            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)  # before the release: filelock discards a lock without a name
+        lock.release()
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()

@@ -6,7 +6,6 @@ events are kept, they are the history.
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -40,24 +39,18 @@ class RunLog:
                 raise RunError(f"{folder} is not empty and holds no run; take another --out")
             nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             if not nearest.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is not a folder")
+                raise RunError(f"cannot write to {folder}: {nearest} is not a folder")
             if not os.access(nearest, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, f"no permission to write in {nearest}")
+                raise RunError(f"cannot write to {folder}: no permission to write in {nearest}")
         except OSError as error:
             raise RunError(f"cannot write to {folder}: {error.strerror}") from None
 
     def create(self, config: Mapping[str, Any], **facts: Any) -> None:
         """Start a new run in a free folder."""
-        if not self.writes:
-            return
-        existed = self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
+        if self.writes:
+            self.check_free()
+            self.folder.mkdir(parents=True, exist_ok=True)
             self.write_config(config, **facts)
-        except OSError:
-            if not existed:
-                self.folder.rmdir()
-            raise
 
     def write_config(self, config: Mapping[str, Any], **facts: Any) -> None:
         """Write config.json. `facts`: `sha256` of the data and `params`; `torch`, its version."""

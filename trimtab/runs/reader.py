@@ -169,7 +169,7 @@ class Run:
     events: list[Event] = field(default_factory=list)
     config: SavedConfig | None = None
     result: Result | None = None
-    broken: int = 0  # lines that could not be read
+    broken: int = field(default=0, kw_only=True)  # lines that could not be read
 
     def of_kind(self, *kinds: EventKind) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]

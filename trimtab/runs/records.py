@@ -14,10 +14,26 @@ Json = dict[str, Any]
 
 # Signals of a tensor and of a layer. `trimtab.watch` computes them; a test compares the names.
 TensorSignal = Literal["rms", "grad_rms", "param_rms", "update_rms", "ratio", "eps_share"]
-LayerSignal = Literal["logit_max", "entropy", "out_rms", "out_max", "rounding"]
+LayerSignal = Literal[
+    "logit_max",
+    "entropy",
+    "q_norm",
+    "k_norm",
+    "cosine",
+    "out_rms",
+    "out_max",
+    "input_error",
+    "weight_error",
+    "grad_error",
+]
 
 
-class End(str, Enum):
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class End(_Text):
     """Why a run ended."""
 
     DONE = "done"  # all steps or tokens were trained
@@ -32,7 +48,7 @@ class End(str, Enum):
         return self in (End.INTERRUPTED, End.TERMINATED)
 
 
-class EventKind(str, Enum):
+class EventKind(_Text):
     """What a line of the events file reports."""
 
     EVALUATED = "evaluated"
@@ -159,24 +175,18 @@ class Result:
     most_compilations: int | None = None
 
     def to_json(self) -> Json:
-        values = asdict(self) | {"why": str(getattr(self.why, "value", self.why))}
+        values = asdict(self) | {"why": str(self.why)}
         return {k: v for k, v in values.items() if v is not None or "compilations" not in k}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Result":
-        why = str(record.get("why", ""))
-        loss = number(record.get("validation_loss"))
-        return cls(
-            why=next((end for end in End if end == why), why),
-            validation_loss=loss if math.isfinite(loss) else None,
-            seconds=number(record.get("seconds")),
-            waited_s=number(record.get("waited_s")),
-            warmup_steps=whole(record.get("warmup_steps")),
-            warmup_tokens=whole(record.get("warmup_tokens")),
-            compilations=whole(record.get("compilations")),
-            most_compilations=whole(record.get("most_compilations")),
-            **{key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")},
-        )
+        why, loss = str(record.get("why", "")), number(record.get("validation_loss"))
+        values: Json = {key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")}
+        values |= {key: number(record.get(key)) for key in ("seconds", "waited_s")}
+        for key in ("warmup_steps", "warmup_tokens", "compilations", "most_compilations"):
+            values[key] = whole(record.get(key))
+        values["validation_loss"] = loss if math.isfinite(loss) else None
+        return cls(why=next((end for end in End if end == why), why), **values)
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,14 @@ class Failure:
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Json:
+    """Nested values by dotted name, such as "optim.lr"."""
+    flat: Json = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def whole(value: Any) -> int | None:

@@ -1,11 +1,10 @@
-"""Step or tokens in, a number out: learning rate, sequence length, batch size, β₂.
+"""Schedules: step, samples or tokens in, a number out: learning rate, sequence length, batch size.
 
-Everything here is a pure function of where the run is, so nothing needs saving but the clocks themselves: a resumed run
-asks with the same step and gets the same answer. No torch: batches are cut by their own `[]`.
+Every schedule is a pure function of these counters, so only the counters are saved in a checkpoint. No torch: batches
+are cut by their own `[]`.
 """
 
 from trimtab.schedule.batch_size import BatchWarmup, check_one_warmup
-from trimtab.schedule.beta2 import Beta2
 from trimtab.schedule.cut import cut
 from trimtab.schedule.deepspeed import read_deepspeed
 from trimtab.schedule.draw import draw
@@ -15,7 +14,6 @@ from trimtab.schedule.seqlen import CustomSeqLen, Lengths, SeqLenWarmup
 
 __all__ = [
     "BatchWarmup",
-    "Beta2",
     "CustomSeqLen",
     "LearningRate",
     "Lengths",

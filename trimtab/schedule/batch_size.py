@@ -1,9 +1,9 @@
-"""Batch-size warm-up: few samples per step at first, then more by equal increments.
+"""Batch-size warm-up: the batch grows in equal increments.
 
     n = (end - start) / increment          batch = start + increment * floor(n * consumed / samples),  at most end
 
-The clock is the number of samples consumed, as in GPT-3's training. It is the baseline that sequence length warmup is
-compared with; both cut the tokens per step, so the two together are refused unless forced.
+`consumed` counts samples, as in GPT-3's training. This is the baseline that sequence length warmup is compared with.
+Both reduce the tokens per step, so using both is refused unless forced.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from trimtab.schedule.checks import check_clock, check_whole
 class BatchWarmup:
     start: int
     increment: int
-    samples: int  # how many samples the warm-up lasts
+    samples: int  # length of the warm-up in samples
     end: int
 
     def __post_init__(self) -> None:
@@ -31,7 +31,7 @@ class BatchWarmup:
             )
 
     def at(self, samples: int) -> int:
-        """The batch of the next step, when this many samples have been consumed."""
+        """The batch of the next step, after `samples` samples have been consumed."""
         check_clock("samples", samples)
         increments = (self.end - self.start) // self.increment
         return min(self.start + self.increment * (increments * samples // self.samples), self.end)
@@ -45,19 +45,15 @@ class BatchWarmup:
             if not rows or rows[-1][1] != batch:
                 rows.append((step, batch))
             if batch == self.end:
-                break  # it stays there
+                break
             samples += batch
         return rows
 
 
 def check_one_warmup(seqlen: Any, batch: Any, *, force: bool = False) -> None:
-    """Refuse sequence length warmup and batch-size warm-up in one run: together they cut the tokens per step twice."""
-    if _changes(seqlen) and _changes(batch) and not force:
+    """Refuse sequence length warmup together with batch-size warm-up: both reduce the tokens per step."""
+    if not force and all(hasattr(x, "end") and getattr(x, "start", 0) < x.end for x in (seqlen, batch)):
         raise ValueError(
             "sequence length warmup and batch-size warm-up both cut the tokens per step; try the full batch from the "
             "first step, or force it"
         )
-
-
-def _changes(schedule: Any) -> bool:
-    return hasattr(schedule, "end") and getattr(schedule, "start", 0) < schedule.end

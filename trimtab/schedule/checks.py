@@ -1,4 +1,4 @@
-"""What every schedule refuses, said the same way: the field, the value, a value that would work."""
+"""Checks of the fields of a schedule. Every message has the field, its value, and a value that would work."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,15 @@ def check_whole(owner: Any, least: int, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} is not a whole number; try {name}={_rounded(value, least)}")
+            finite = isinstance(value, float) and math.isfinite(value)
+            near = max(round(value), least) if finite else least
+            raise ValueError(f"{name}={value!r} is not a whole number; try {name}={near}")
         if value < least:
             raise ValueError(f"{name}={value} is too small; try {name}={least}")
 
 
 def check_number(owner: Any, name: str, *, above: float | None = None, least: float | None = None) -> None:
-    """Finite, and above one bound or at least another."""
+    """Check that a field is a finite number, above `above` and at least `least`."""
     value = getattr(owner, name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name}={value!r} is not a finite number; try {name}=1.0")
@@ -34,7 +36,7 @@ def check_choice(owner: Any, name: str, literal: Any) -> None:
 
 
 def check_rising(name: str, values: Sequence[int]) -> None:
-    """Whole numbers from 1, each above the one before."""
+    """Check that values are strictly rising whole numbers from 1."""
     wrong = [value for value in values if not isinstance(value, int) or isinstance(value, bool) or value < 1]
     if wrong:
         raise ValueError(f"{name}={tuple(values)} holds {wrong[0]!r}; every entry is a whole number from 1")
@@ -45,7 +47,3 @@ def check_rising(name: str, values: Sequence[int]) -> None:
 def check_clock(name: str, value: int, least: int = 0) -> None:
     if value < least:
         raise ValueError(f"{name}={value} is before the start of a run; the first is {least}")
-
-
-def _rounded(value: object, least: int) -> int:
-    return max(round(value), least) if isinstance(value, int | float) and math.isfinite(value) else least

@@ -3,9 +3,9 @@
     {"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen", "min_difficulty": 64, "max_difficulty": 1024,
         "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 45000, "difficulty_step": 8}}}
 
-gives the same lengths at the same steps as DeepSpeed did, by its own floating-point arithmetic; newer versions of it
-refuse the block. What would give other lengths is refused, and so is every key that is not understood: a schedule read
-wrongly shows only in the loss.
+gives the same length at every step as DeepSpeed, with its floating-point arithmetic. (Newer versions of DeepSpeed
+refuse the block.) Settings that would give other lengths and unknown keys are refused: a schedule that is read wrongly
+would only show in the loss.
 """
 
 import json
@@ -24,13 +24,13 @@ _SETTINGS = {
 
 
 def read_deepspeed(config: str | Path | Mapping[str, Any]) -> SeqLenWarmup:
-    """The schedule of a DeepSpeed config: a whole one or its block, as a dict, as JSON text or as a file."""
+    """The schedule of a DeepSpeed config: a whole config or its block, as a dict, JSON text or a file."""
     block = _find_block(_load(config))
     _check_keys("curriculum_learning", block, _KEYS)
     if block["enabled"] is not True:
-        raise ValueError(f"the block has enabled={block['enabled']!r}, so DeepSpeed warmed nothing up; leave it out")
+        raise ValueError(f"the block has enabled={block['enabled']!r}, so DeepSpeed used no warmup; leave it out")
     if block["curriculum_type"] != "seqlen":
-        raise ValueError(f"curriculum_type={block['curriculum_type']!r} is no sequence length; only 'seqlen' is read")
+        raise ValueError(f"curriculum_type={block['curriculum_type']!r} is not supported; only 'seqlen' is read")
     kind, settings = block["schedule_type"], block["schedule_config"]
     if kind == "custom":
         raise ValueError("schedule_type='custom' keeps its function outside the config; try SeqLenWarmup.custom(...)")
@@ -38,22 +38,10 @@ def read_deepspeed(config: str | Path | Mapping[str, Any]) -> SeqLenWarmup:
         raise ValueError(f"schedule_type={kind!r} is not known; try {' or '.join(map(repr, _SETTINGS))}")
     _check_keys(f"schedule_config of {kind}", settings, _SETTINGS[kind])
     first, last = block["min_difficulty"], block["max_difficulty"]
-    return _read_discrete(first, last, settings) if kind == "fixed_discrete" else _read_paced(first, last, settings)
-
-
-def _read_paced(first: int, last: int, settings: Mapping[str, Any]) -> SeqLenWarmup:
-    root = {"kind": "root", "degree": settings["root_degree"]} if "root_degree" in settings else {}
-    return SeqLenWarmup(
-        start=first,
-        end=last,
-        steps=settings["total_curriculum_step"],
-        multiple=settings["difficulty_step"],
-        arithmetic="deepspeed",
-        **root,
-    )
-
-
-def _read_discrete(first: int, last: int, settings: Mapping[str, Any]) -> SeqLenWarmup:
+    if kind != "fixed_discrete":
+        root = {"kind": "root", "degree": settings["root_degree"]} if kind == "fixed_root" else {}
+        steps, multiple = settings["total_curriculum_step"], settings["difficulty_step"]
+        return SeqLenWarmup(start=first, end=last, steps=steps, multiple=multiple, arithmetic="deepspeed", **root)
     warmup = SeqLenWarmup.discrete(settings["difficulty"], settings["max_step"])
     if (warmup.start, warmup.end) != (first, last):
         raise ValueError(
@@ -79,29 +67,25 @@ def _load(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     return loaded
 
 
-def _find_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _find_block(config: Mapping[str, Any]) -> Any:
     if "curriculum_learning" in config:
-        block = config["curriculum_learning"]
-    elif "data_efficiency" in config:
+        return config["curriculum_learning"]
+    if "data_efficiency" in config:
         raise ValueError(
             "data_efficiency chooses samples as well as lengths and is not read; write its length schedule as "
             "SeqLenWarmup(start=..., end=..., steps=...)"
         )
-    elif "schedule_type" in config:
-        block = config
-    else:
+    if "schedule_type" not in config:
         raise ValueError(f"no curriculum_learning block among {sorted(config)}")
-    if not isinstance(block, Mapping):
-        raise ValueError(f"curriculum_learning={block!r} is not a JSON object")
-    return block
+    return config
 
 
 def _check_keys(where: str, block: Any, expected: tuple[str, ...]) -> None:
     if not isinstance(block, Mapping):
-        raise ValueError(f"{where} is {block!r}, not a JSON object with {', '.join(expected)}")
+        raise ValueError(f"{where} is {block!r}, which is not a JSON object with {', '.join(expected)}")
     missing = [key for key in expected if key not in block]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
     unknown = sorted(set(block) - set(expected))
     if unknown:
-        raise ValueError(f"{where} has {', '.join(unknown)}, which cannot be honoured; it knows {', '.join(expected)}")
+        raise ValueError(f"{where} has {', '.join(unknown)}, which is not supported; try only {', '.join(expected)}")

@@ -1,4 +1,4 @@
-"""A plan on paper: a table, a picture in text for the terminal, an SVG for a page."""
+"""Draw a plan: as a table, as text for the terminal, or as SVG."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -18,7 +18,7 @@ _CURVES: tuple[tuple[str, str, Callable[[Moment], float]], ...] = (
 def draw(plan: Plan, form: Form = "text", *, over: Over = "steps") -> str:
     """Learning rate, length and batch of a plan, over its steps or its tokens."""
     if over not in ("steps", "tokens"):
-        raise ValueError(f"over={over!r} is not a clock of a plan; try 'steps' or 'tokens'")
+        raise ValueError(f"over={over!r} is not known; try 'steps' or 'tokens'")
     if form == "table":
         return _table(plan)
     if form == "text":
@@ -30,7 +30,8 @@ def draw(plan: Plan, form: Form = "text", *, over: Over = "steps") -> str:
 
 def _table(plan: Plan, rows: int = 16) -> str:
     head = ("step", "samples before", "tokens before", "length", "batch", "learning rate")
-    chosen = _spread(plan.moments, rows)
+    last = len(plan.moments) - 1
+    chosen = [plan.moments[i] for i in sorted({round(last * row / (rows - 1)) for row in range(rows)})]
     lines = [head, *((*(f"{value:,}" for value in moment[:-1]), f"{moment.lr:.4e}") for moment in chosen)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -38,7 +39,7 @@ def _table(plan: Plan, rows: int = 16) -> str:
 
 
 def _text(plan: Plan, over: Over, width: int = 64, height: int = 4) -> str:
-    lines = []
+    lines, end = [], getattr(plan, over)
     for name, _, value in _CURVES:
         values = [value(moment) for moment in _columns(plan, over, width)]
         top = max(values)
@@ -47,20 +48,19 @@ def _text(plan: Plan, over: Over, width: int = 64, height: int = 4) -> str:
             continue
         lines.append(f"{name}: {_number(values[0])} at first, {_number(top)} at most, {_number(values[-1])} at last")
         lines += [f"  |{bar}|" for bar in _bars([v / top for v in values], height)]
-    end = plan.steps if over == "steps" else plan.tokens
     lines.append(f"   0{f'{end:,} {over}':>{width - 1}}")
     return "\n".join([*lines, _sums(plan)])
 
 
 def _bars(parts: Sequence[float], height: int) -> list[str]:
-    """One character per column and row; `parts` from 0 to 1 become bars of eighths."""
+    """Bars in eighths of a character, `height` lines; `parts` are in [0, 1]."""
     eighths = [round(part * height * 8) for part in parts]
     rows = ["".join(_BLOCKS[min(max(e - 8 * row, 0), 8)] for e in eighths) for row in range(height)]
     return rows[::-1]
 
 
 def _svg(plan: Plan, over: Over, width: int = 720, panel: int = 130) -> str:
-    end = plan.steps if over == "steps" else plan.tokens
+    end = getattr(plan, over)
     height = panel * len(_CURVES) + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
@@ -86,20 +86,14 @@ def _svg(plan: Plan, over: Over, width: int = 720, panel: int = 130) -> str:
 
 
 def _columns(plan: Plan, over: Over, width: int) -> list[Moment]:
-    """The moment that is running at each of `width` equal distances along the clock."""
-    end = plan.steps if over == "steps" else plan.tokens
-    columns, place = [], 0
+    """The moment in progress at each of `width` equally spaced points of the run."""
+    end, columns, place = getattr(plan, over), [], 0
     for column in range(width):
         now = end * column / (width - 1)
         while place + 1 < len(plan.moments) and _clock(plan.moments[place + 1], over) <= now:
             place += 1
         columns.append(plan.moments[place])
     return columns
-
-
-def _spread(moments: Sequence[Moment], rows: int) -> list[Moment]:
-    last = len(moments) - 1
-    return [moments[i] for i in sorted({round(last * row / (rows - 1)) for row in range(rows)})]
 
 
 def _clock(moment: Moment, over: Over) -> int:
@@ -111,5 +105,5 @@ def _number(value: float) -> str:
 
 
 def _sums(plan: Plan) -> str:
-    clocks = f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens"
-    return f"{clocks}; {plan.cut_off:.0%} of what was read is cut off"
+    counters = f"{plan.steps:,} steps, {plan.samples:,} samples, {plan.tokens:,} tokens"
+    return f"{counters}; {plan.cut_off:.0%} of the tokens read are cut off"

@@ -1,18 +1,17 @@
-"""Sequence length warmup: train on short sequences first, lengthen them step by step.
+"""Sequence length warmup: train on short sequences first, then on longer ones.
 
     linear      length = s + (e - s) * t / T                  root    length = s + (e - s) * (t / T)^(1/degree)
     discrete    lengths[i] until step until[i]                two-stage    s until step T
-    mixed       a length drawn anew at every step, until T
+    mixed       a random length at every step, until T
 
-then rounded down to a multiple of q and kept inside [s, e]; t is the step being taken, the first is 1. Long sequences
-early in training are where Adam's second moment takes its extreme values; without them, larger batches and
-learning rates train stably.
+then rounded down to a multiple of q and clamped to [s, e]; t is the current step, the first is 1. Long sequences early
+in training cause extreme values of Adam's second moment; without them, larger batches and learning rates are stable.
 
     warmup = SeqLenWarmup(start=64, end=1024, steps=15_000)
     loss = model(**warmup.cut(batch, step))
 
-Li et al. 2022, "The Stability-Efficiency Dilemma", section 4. The rounding is DeepSpeed's, with the lower clamp that it
-lacked for years. Its floating-point errors are not: arithmetic="deepspeed" has them, for a run that must be repeated.
+Li et al. 2022, "The Stability-Efficiency Dilemma", section 4. Rounding is as in DeepSpeed, plus a clamp to `start`.
+arithmetic="deepspeed" also has its floating-point errors, to reproduce a run.
 """
 
 import math
@@ -30,23 +29,23 @@ Arithmetic = Literal["exact", "deepspeed"]
 
 
 class Lengths:
-    """A length for every step, and what follows from it."""
+    """A length for every step, and the token counts that follow."""
 
     end: int
     cut_mode: Mode
 
     def at(self, step: int) -> int:
-        """The length of the given step. Depends on nothing else, so there is nothing to save."""
+        """The length of a step. A pure function: there is no state to save."""
         raise NotImplementedError
 
     def settled(self) -> int | None:
-        """The first step from which the length is `end` for good; None if nobody knows."""
+        """The first step from which the length stays at `end`; None if unknown."""
         return None
 
     def cut(self, batch: Any, step: int, *, extra: int = 0) -> Any:
-        """The batch of this optimizer step, cut to its length; see `trimtab.schedule.cut`.
+        """Cut the batch of an optimizer step to its length; see `trimtab.schedule.cut`.
 
-        All micro-batches of one step take the same step number. Evaluate at full length, without `cut`.
+        All micro-batches of one step use the same step number. Evaluate at full length, without `cut`.
         """
         return cut(batch, self.at(step), mode=self.cut_mode, extra=extra)
 
@@ -62,11 +61,11 @@ class Lengths:
         return rows
 
     def tokens_at(self, step: int) -> int:
-        """Tokens that survive of each row of `end` tokens. Those that are cut off are never counted."""
+        """Tokens kept of each row of `end` tokens."""
         return kept(self.end, self.at(step), self.cut_mode)
 
     def dropped(self, row: int, step: int) -> int:
-        """How many of a row's tokens this step does not train on."""
+        """Tokens of a row that this step does not train on."""
         return row - kept(row, self.at(step), self.cut_mode)
 
     def count_tokens(self, batch: int, steps: int) -> int:
@@ -77,7 +76,7 @@ class Lengths:
         return batch * sum(self.tokens_at(step) * (stop - step) for (step, _), stop in zip(rows, until, strict=True))
 
     def count_steps(self, batch: int, tokens: int) -> int:
-        """How many steps consume at least `tokens` tokens."""
+        """The number of steps that consume at least `tokens` tokens."""
         settled, step, consumed = self.settled(), 0, 0
         while consumed < tokens:
             if settled is not None and step + 1 >= settled:
@@ -91,16 +90,15 @@ class Lengths:
 class SeqLenWarmup(Lengths):
     start: int
     end: int  # the full length
-    steps: int  # T: how long the warm-up lasts
+    steps: int  # T: length of the warm-up
     multiple: int = 8  # q: lengths are rounded down to it
     kind: Kind = "linear"
     degree: float = 2.0  # of the root
-    lengths: tuple[int, ...] = ()  # the only lengths used, from `start` to `end`; replaces `multiple`
+    lengths: tuple[int, ...] = ()  # use only these lengths, from `start` to `end`; replaces `multiple`
     until: tuple[int, ...] = ()  # discrete: the last step of each length but the last
     seed: int = 0  # of mixed
-    cut_mode: Mode = "truncate"  # reshape keeps the tokens as more rows: a larger batch, hence another method
-    # Of linear and root. deepspeed: its floats, in which a length that is exactly a multiple can come out one below and
-    # is then rounded down to the multiple before.
+    cut_mode: Mode = "truncate"  # "reshape" keeps the tokens as more rows, so the batch is larger
+    # For linear and root. "deepspeed": in floats, an exact multiple can come out one below and is then rounded down.
     arithmetic: Arithmetic = "exact"
 
     def __post_init__(self) -> None:
@@ -119,7 +117,7 @@ class SeqLenWarmup(Lengths):
                 f"arithmetic='deepspeed' belongs to kind='linear' or 'root', got kind={self.kind!r}; "
                 "try arithmetic='exact'"
             )
-        # Lists come from JSON; a frozen config is hashable.
+        # JSON gives lists; a frozen config must be hashable.
         object.__setattr__(self, "lengths", tuple(self.lengths))
         object.__setattr__(self, "until", tuple(self.until))
         _check_lengths(self)
@@ -127,24 +125,17 @@ class SeqLenWarmup(Lengths):
 
     @classmethod
     def discrete(cls, lengths: Sequence[int], until: Sequence[int], *, cut_mode: Mode = "truncate") -> "SeqLenWarmup":
-        """`lengths[i]` up to and including step `until[i]`, then the last length: one more of them than of steps."""
+        """`lengths[i]` up to and including step `until[i]`, then the last length. `lengths` has one entry more."""
         if not lengths or not until:
             raise ValueError(
                 f"got lengths={tuple(lengths)} and until={tuple(until)}; try lengths=(64, 1024), until=(1000,)"
             )
-        return cls(
-            start=lengths[0],
-            end=lengths[-1],
-            steps=until[-1],
-            kind="discrete",
-            lengths=tuple(lengths),
-            until=tuple(until),
-            cut_mode=cut_mode,
-        )
+        listed = {"kind": "discrete", "lengths": tuple(lengths), "until": tuple(until), "cut_mode": cut_mode}
+        return cls(start=lengths[0], end=lengths[-1], steps=until[-1], **listed)  # type: ignore[arg-type]
 
     @staticmethod
     def custom(function: Callable[[int], int], *, end: int, cut_mode: Mode = "truncate") -> "CustomSeqLen":
-        """Lengths by a function of the step. It may fall again; it must not remember."""
+        """Lengths from a pure function of the step. They may also decrease."""
         return CustomSeqLen(function=function, end=end, cut_mode=cut_mode)
 
     def at(self, step: int) -> int:
@@ -160,14 +151,14 @@ class SeqLenWarmup(Lengths):
     def settled(self) -> int:
         if self.kind in ("discrete", "two-stage", "mixed"):
             return self.steps + 1
-        # Rounding down can keep it below `end` for some steps after `steps`.
+        # Rounding down can keep the length below `end` for some steps after `steps`.
         late = self.steps
         while self.at(late) < self.end:
             late *= 2
         return bisect_left(range(late), self.end, key=self.at)
 
     def buckets(self) -> tuple[int, ...]:
-        """Every length it can give, rising: how often a compiled model is compiled, at most."""
+        """Every possible length, rising. A compiled model is compiled at most this many times."""
         if self.lengths:
             return self.lengths
         if self.kind == "two-stage":
@@ -177,11 +168,12 @@ class SeqLenWarmup(Lengths):
 
     def _pace(self, step: int) -> int:
         if self.arithmetic == "deepspeed":
-            # CurriculumScheduler, operation by operation: another order would round differently.
-            root = (float(step) / self.steps) ** (1.0 / (self.degree if self.kind == "root" else 1))
+            # Operation by operation as in CurriculumScheduler: another order would round differently.
+            power = 1.0 / (self.degree if self.kind == "root" else 1)
+            root: float = (float(step) / self.steps) ** power
             return math.floor(root * (self.end - self.start) + self.start)
         if self.kind == "linear":
-            # In whole numbers: a float quotient can land just below an exact multiple.
+            # In integers: a float quotient can be just below an exact multiple.
             return self.start + (self.end - self.start) * step // self.steps
         root = (step / self.steps) ** (1 / self.degree)
         return math.floor(self.start + (self.end - self.start) * root + 1e-9)
@@ -192,15 +184,15 @@ class SeqLenWarmup(Lengths):
         return min(max(length - length % self.multiple, self.start), self.end)
 
     def _draw(self, step: int) -> int:
-        # A generator of its own for every step, so that any step can be asked for without those before it. Python
-        # promises that this seeding and `random()` stay as they are, and does not for `choice`.
+        # One generator per step, so that a step does not depend on earlier ones. Python guarantees that seeding and
+        # `random()` do not change between versions; it does not for `choice`.
         buckets = self.buckets()
         return buckets[int(random.Random(f"{self.seed} {step}").random() * len(buckets))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomSeqLen(Lengths):
-    """Lengths by a function of the step. A class of its own: a function has no place in a config file."""
+    """Lengths from a function of the step. Cannot be written to a config file."""
 
     function: Callable[[int], int]
     end: int
@@ -210,14 +202,14 @@ class CustomSeqLen(Lengths):
         check_whole(self, 1, "end")
         check_choice(self, "cut_mode", Mode)
         if not callable(self.function):
-            raise ValueError(f"function={self.function!r} cannot be called; try lambda step: min(8 * step, {self.end})")
+            raise ValueError(f"function={self.function!r} is not callable; try lambda step: min(8 * step, {self.end})")
 
     def at(self, step: int) -> int:
         check_clock("step", step)
         length = self.function(step)
         if not isinstance(length, int) or not 1 <= length <= self.end:
             raise ValueError(
-                f"the custom schedule gave {length!r} for step {step}; lengths are whole numbers from 1 to "
+                f"the custom schedule gave {length!r} for step {step}; lengths must be whole numbers from 1 to "
                 f"end={self.end}"
             )
         return length
@@ -227,7 +219,7 @@ def _check_lengths(warmup: SeqLenWarmup) -> None:
     if not warmup.lengths:
         if warmup.kind == "discrete":
             raise ValueError("kind='discrete' has no lengths; try lengths=(64, 256, 1024) and until=(1000, 2000)")
-        # Where nothing changes nothing is rounded: start == end is a constant length, whatever it is.
+        # start == end is a constant length, which is not rounded.
         if warmup.start < warmup.end and warmup.start % warmup.multiple:
             down = warmup.start - warmup.start % warmup.multiple
             raise ValueError(
@@ -236,9 +228,7 @@ def _check_lengths(warmup: SeqLenWarmup) -> None:
             )
         return
     if warmup.kind == "two-stage":
-        raise ValueError(
-            f"kind='two-stage' goes from start to end and got lengths={warmup.lengths}; try kind='discrete'"
-        )
+        raise ValueError(f"kind='two-stage' has no other lengths, got lengths={warmup.lengths}; try kind='discrete'")
     check_rising("lengths", warmup.lengths)
     for name, value in (("start", warmup.lengths[0]), ("end", warmup.lengths[-1])):
         if getattr(warmup, name) != value:
@@ -255,8 +245,8 @@ def _check_until(warmup: SeqLenWarmup) -> None:
     check_rising("until", warmup.until)
     if len(warmup.lengths) != len(warmup.until) + 1:
         raise ValueError(
-            f"{len(warmup.lengths)} lengths need {len(warmup.lengths) - 1} steps in between, got until={warmup.until}; "
-            "the last length has no end"
+            f"{len(warmup.lengths)} lengths need {len(warmup.lengths) - 1} entries of until, got until={warmup.until}; "
+            "the last length has no last step"
         )
     last = warmup.until[-1] if warmup.until else warmup.steps
     if warmup.steps != last:

@@ -2,12 +2,23 @@
 
 from trimtab.runs import RunError, RunLog, read_lines
 from trimtab.train.checkpoint import CheckpointError, Checkpoints
-from trimtab.train.config import CLIPRun, DataConfig, GPTRun, ModuleRun, OptimConfig, RunConfig, ScheduleConfig
+from trimtab.train.config import (
+    BatchConfig,
+    CLIPRun,
+    DataConfig,
+    GPTRun,
+    ModuleRun,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    SeqLenConfig,
+)
 from trimtab.train.evaluate import evaluate, load_run, sample
 from trimtab.train.loop import resume, train
 from trimtab.train.processes import ProcessLost
 
 __all__ = [
+    "BatchConfig",
     "CLIPRun",
     "CheckpointError",
     "Checkpoints",
@@ -20,6 +31,7 @@ __all__ = [
     "RunError",
     "RunLog",
     "ScheduleConfig",
+    "SeqLenConfig",
     "evaluate",
     "load_run",
     "read_lines",

@@ -1,7 +1,7 @@
-"""From a config to the things that run: a task (model, batches and how they are scored) and an optimizer."""
+"""From a config to a task (model, batches and losses) and an optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -11,28 +11,27 @@ from trimtab import optim
 from trimtab.data import PairBatches, TextBatches, open_corpus, open_pairs
 from trimtab.nn import CLIP, GPT, ByteTokenizer, ConfigError, contrastive_loss
 from trimtab.train.config import CLIPRun, GPTRun, ModuleRun, OptimConfig, RunConfig
-from trimtab.train.module import ModuleBatches, build_module, loss_of
+from trimtab.train.module import ModuleBatches, build_module, compute_loss
 from trimtab.train.processes import Processes
+
+Batch = dict[str, Any]
 
 
 class Batches(Protocol):
-    def next(self, batch: int) -> dict[str, Any]: ...
+    def next(self, batch: int) -> Batch: ...
     def state(self) -> dict[str, Any]: ...
     def load(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
 class Task:
-    """What is trained, on what, and how it is scored."""
-
     model: nn.Module
-    batches: Callable[[str, int], Batches]  # split, seed
-    loss: Callable[[nn.Module, dict[str, Any]], Tensor]  # for the backward pass
-    evaluate: Callable[[nn.Module, dict[str, Any]], dict[str, Tensor]]  # "loss" is what is compared
-    length: int  # of a full sequence
-    eval_batch: int  # rows of one evaluation batch, over all processes
+    batches: Callable[[str, int], Batches]  # of a split ("train" or "validation") and a seed
+    loss: Callable[[nn.Module, Batch], Tensor]  # for the backward pass
+    evaluate: Callable[[nn.Module, Batch], dict[str, Tensor]]  # must contain "loss"
+    eval_batch: int  # rows of an evaluation batch, over all processes
     sha256: str  # of the data
-    after_step: Callable[[], None] = lambda: None
+    after_step: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
 
 def build_task(config: RunConfig, processes: Processes) -> Task:
@@ -46,7 +45,7 @@ def build_task(config: RunConfig, processes: Processes) -> Task:
 
 
 def build_model(config: RunConfig) -> nn.Module:
-    """The model alone, for weights that come from a checkpoint."""
+    """The model without data, for weights from a checkpoint."""
     if isinstance(config, GPTRun):
         return GPT(config.model)
     if isinstance(config, ModuleRun):
@@ -63,20 +62,19 @@ def _gpt_task(config: GPTRun, processes: Processes) -> Task:
             f"{config.data.corpus} in {config.data.tokenizer}; try model.vocab={corpus.vocab}"
         )
     model, device = GPT(config.model).to(processes.device), processes.device
+    shard = {"rank": processes.rank, "world": processes.world}
 
     def batches(split: str, seed: int) -> Batches:
-        return TextBatches(
-            corpus, split, context=config.model.context, seed=seed, rank=processes.rank, world=processes.world
-        )
+        return TextBatches(corpus, split, context=config.model.context, seed=seed, **shard)
 
-    def loss(run: nn.Module, batch: dict[str, Any]) -> Tensor:
-        result: Tensor = run(batch["tokens"].to(device), batch["targets"].to(device)).loss
+    def score(run: nn.Module, batch: Batch) -> Any:
+        return run(batch["tokens"].to(device), batch["targets"].to(device))
+
+    def loss(run: nn.Module, batch: Batch) -> Tensor:
+        result: Tensor = score(run, batch).loss
         return result
 
-    def evaluate(run: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"loss": run(batch["tokens"].to(device), batch["targets"].to(device)).ce}
-
-    return Task(model, batches, loss, evaluate, config.model.context, config.batch, corpus.sha256)
+    return Task(model, batches, loss, lambda run, batch: {"loss": score(run, batch).ce}, config.batch, corpus.sha256)
 
 
 def _clip_task(config: CLIPRun, processes: Processes) -> Task:
@@ -92,21 +90,20 @@ def _clip_task(config: CLIPRun, processes: Processes) -> Task:
     def batches(split: str, seed: int) -> Batches:
         return PairBatches(pairs, split, seed=seed, rank=processes.rank, world=processes.world)
 
-    def score(run: nn.Module, batch: dict[str, Any]) -> Any:
+    def score(run: nn.Module, batch: Batch) -> Any:
         tokens = tokenizer.encode(batch["captions"])
         return contrastive_loss(*run(batch["images"].to(device), tokens.to(device)))
 
-    def evaluate(run: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        found = score(run, batch)
-        return {"loss": found.loss, "image_accuracy": found.image_accuracy, "text_accuracy": found.text_accuracy}
-
-    def loss(run: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def loss(run: nn.Module, batch: Batch) -> Tensor:
         result: Tensor = score(run, batch).loss
         return result
 
+    def evaluate(run: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        found = score(run, batch)
+        return {name: getattr(found, name) for name in ("loss", "image_accuracy", "text_accuracy")}
+
     rows = min(config.batch, held_out - held_out % processes.world)
-    clamp = model.clamp_logit_scale
-    return Task(model, batches, loss, evaluate, config.model.context, rows, pairs.sha256, after_step=clamp)
+    return Task(model, batches, loss, evaluate, rows, pairs.sha256, after_step=model.clamp_logit_scale)
 
 
 def _module_task(config: ModuleRun, processes: Processes) -> Task:
@@ -118,57 +115,49 @@ def _module_task(config: ModuleRun, processes: Processes) -> Task:
     def batches(split: str, seed: int) -> Batches:
         return ModuleBatches(build, made.data, split, seed)
 
-    def loss(run: nn.Module, batch: dict[str, Any]) -> Tensor:
-        return loss_of(build, run, batch, device)
+    def loss(run: nn.Module, batch: Batch) -> Tensor:
+        return compute_loss(build, run, batch, device)
 
-    def evaluate(run: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return {"loss": loss_of(build, run, batch, device)}
-
-    length = config.schedule.seqlen.end
-    return Task(made.model.to(device), batches, loss, evaluate, length, config.batch, made.sha256)
+    model = made.model.to(device)
+    return Task(model, batches, loss, lambda run, batch: {"loss": loss(run, batch)}, config.batch, made.sha256)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Groups carry `lr_ratio`: what muParam makes of the scheduled learning rate."""
+    """Param groups have an `lr_ratio`: the factor of muParam on the scheduled learning rate."""
     bare: Any = getattr(model, "module", model)
-    ratio = float(getattr(bare, "mup_ratio", 1.0))
     groups = optim.groups(
         bare,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        mup_ratio=ratio,
+        mup_ratio=float(getattr(bare, "mup_ratio", 1.0)),
         independent_decay=config.independent_decay,
     )
-    if config.name == "torch-adamw":
-        if config.independent_decay:
-            raise ConfigError("optim.independent_decay is ours; torch-adamw does not have it. Try optim.name='adamw'")
-        plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
-        made: torch.optim.Optimizer = torch.optim.AdamW(
-            plain, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-        )
-    else:
-        made = _ours(groups, config)
+    made = _torch_adamw(groups, config) if config.name == "torch-adamw" else _own_optimizer(groups, config)
     for group in made.param_groups:
         group["lr_ratio"] = group["lr"] / config.lr
     return made
 
 
-def _ours(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    state: dict[str, Any] = {"bits": config.bits, "codebook": config.codebook, "block": config.block}
-    shared = {"lr": config.lr, **state}
+def _torch_adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    if config.independent_decay:
+        raise ConfigError("torch-adamw has no optim.independent_decay; try optim.name='adamw'")
+    plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+    return torch.optim.AdamW(plain, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    shared: dict[str, Any] = {"lr": config.lr, "bits": config.bits, "codebook": config.codebook, "block": config.block}
     adam = {**shared, "betas": config.betas, "eps": config.eps}
     match config.name:
-        case "adamw":
-            return optim.AdamW(groups, **adam)
         case "stable-adamw":
             return optim.StableAdamW(groups, **adam, beta2_power=config.beta2_power)
-        case "adam":
-            return optim.Adam(groups, **adam)
-        case "lamb":
-            return optim.LAMB(groups, **adam)
         case "ademamix":
             return optim.AdEMAMix(groups, **shared, eps=config.eps)
         case "lion":
             return optim.Lion(groups, **shared, betas=config.betas)
-        case _:
+        case "sgd":
             return optim.SGD(groups, **shared, momentum=config.betas[0])
+        case _:
+            classes: dict[str, Any] = {"adamw": optim.AdamW, "adam": optim.Adam, "lamb": optim.LAMB}
+            made: torch.optim.Optimizer = classes[config.name](groups, **adam)
+            return made

@@ -1,11 +1,11 @@
-"""Checkpoints: complete or not there, checked before they are believed, never unpickled.
+"""Checkpoints: complete or absent, verified before they are loaded, never unpickled.
 
     checkpoints/step-00001000/  model.safetensors  optimizer.safetensors  state.json  manifest.json
     checkpoints/step-00001000/  shards/*.safetensors                      state.json  manifest.json     (FSDP2)
 
-One is written under a temporary name, synced, and renamed: a name without a dot means complete. The manifest has the
-sha256 of every file. Whole ones keep the optimizer's packed state, for an exact resume; shards are those of
-torch.distributed.checkpoint in its safetensors form and hold portable state, which any number of processes can load.
+A checkpoint is written under a temporary name that starts with a dot, synced, and renamed. The manifest has the sha256
+of every file. Without FSDP2 the optimizer's packed state is kept, for an exact resume. Shards are written by
+torch.distributed.checkpoint and hold portable state, which any number of processes can load.
 """
 
 import json
@@ -22,16 +22,18 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trimtab.runs.files import replace_json, sha256_of, sync_folder, write_json
+from trimtab.runs import RunError
+from trimtab.runs.files import read_json, replace_json, sha256_of, sync_folder, write_json
 from trimtab.train.processes import Processes
 from trimtab.train.tensors import read_tensors, write_tensors
 
 FORMAT = 1
+BEST = -1  # in place of a step: the checkpoint with the lowest validation loss
 _NAME = re.compile(r"step-(\d{8})")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used: what is wrong with it, and what can be used instead."""
+    """A checkpoint that cannot be used. The message names the problem and a checkpoint that can be used instead."""
 
 
 class Checkpoints:
@@ -41,23 +43,36 @@ class Checkpoints:
         self.folder, self.keep, self.processes = folder, keep, processes
 
     def list_steps(self) -> list[int]:
-        """Complete ones, oldest first."""
+        """The steps of the complete checkpoints, in order."""
         found = [_NAME.fullmatch(path.name) for path in self.folder.glob("step-*")] if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
+    def choose(self, step: int | None) -> int:
+        """The last checkpoint, that of `step`, or the best one. Raises RunError if there is none."""
+        steps = self.list_steps()
+        known = ", ".join(map(str, steps))
+        if not steps:
+            raise RunError(f"{self.folder} has no complete checkpoint; train the run again from its start")
+        chosen = steps[-1] if step is None else self.best if step == BEST else step
+        if chosen is None:
+            raise RunError(f"{self.folder} has no best checkpoint: none was evaluated; there are {known}")
+        if chosen not in steps:
+            raise RunError(f"there is no checkpoint of step {chosen}; there are {known}")
+        return chosen
+
     @property
     def best(self) -> int | None:
-        """The one with the lowest validation loss."""
+        """The step with the lowest validation loss."""
         return self._read_best()[0]
 
     def _read_best(self) -> tuple[int | None, float]:
+        mark = read_json(self.folder / "best.json") or {}
         try:
-            mark = json.loads((self.folder / "best.json").read_text())
             step, loss = int(mark["step"]), float(mark["validation_loss"])
-        except (OSError, ValueError, KeyError, TypeError):  # a mark that cannot be read marks nothing
+        except (ValueError, KeyError, TypeError):  # an unreadable mark is no mark
             return None, math.inf
         return (step, loss) if step in self.list_steps() else (None, math.inf)
 
@@ -72,25 +87,22 @@ class Checkpoints:
         *,
         validation_loss: float = math.nan,
     ) -> Path:
-        """Write one; with a validation loss it may be the best so far. All processes call this.
-
-        Where the disk fails one of them, all raise OSError, and what was there before is still there.
-        """
-        first, together = self.processes.rank == 0, self.processes.together
-        temporary, final = self.folder / f".tmp-step-{step:08d}", self.path(step)
+        """Write a checkpoint; all processes call this. If one of them cannot write, all raise OSError."""
+        first, run_on_all = self.processes.rank == 0, self.processes.run_on_all
+        temporary = self.folder / f".tmp-step-{step:08d}"
         try:
-            together(lambda: _empty(temporary) if first else None)
+            run_on_all(lambda: _empty(temporary) if first else None)
             if self.processes.sharded:
                 files = self._write_shards(temporary / "shards", model, optimizer)
             else:
-                files = together(lambda: _write_whole(temporary, model, optimizer) if first else {})
+                files = run_on_all(lambda: _write_whole(temporary, model, optimizer) if first else {})
             everything = {**state, "param_groups": optimizer_groups(optimizer)}
-            together(lambda: self._complete(step, files, everything, validation_loss) if first else None)
+            run_on_all(lambda: self._complete(step, files, everything, validation_loss) if first else None)
         except OSError:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return final
+        return self.path(step)
 
     def _complete(self, step: int, files: dict[str, Any], state: dict[str, Any], validation_loss: float) -> None:
         temporary = self.folder / f".tmp-step-{step:08d}"
@@ -103,64 +115,61 @@ class Checkpoints:
         temporary.rename(self.path(step))
         sync_folder(self.folder)
         self.mark_best(step, validation_loss)
-        self._prune()
+        best = self.best
+        for old in self.list_steps()[: -self.keep]:
+            if old != best:
+                self._remove(old)
 
     def mark_best(self, step: int, validation_loss: float) -> None:
-        """Keep this one for as long as no other has a lower validation loss."""
-        here = self.processes.rank == 0 and self.path(step).exists()
-        if here and validation_loss < self._read_best()[1]:
+        """Keep this checkpoint until another one has a lower validation loss."""
+        exists = self.processes.rank == 0 and self.path(step).exists()
+        if exists and validation_loss < self._read_best()[1]:
             replace_json(self.folder / "best.json", {"step": step, "validation_loss": validation_loss})
 
-    def forget_after(self, step: int) -> None:
-        """Remove later ones, whose steps will be taken again, and what a killed process left half done."""
+    def remove_after(self, step: int) -> None:
+        """Remove later checkpoints, whose steps will be trained again, and incomplete ones of a killed process."""
         if self.processes.rank == 0:
             for later in self.list_steps():
                 if later > step:
                     self._remove(later)
-            for litter in self.folder.glob(".*-step-*"):
-                shutil.rmtree(litter, ignore_errors=True)
+            for incomplete in self.folder.glob(".*-step-*"):
+                shutil.rmtree(incomplete, ignore_errors=True)
         self.processes.barrier()
 
     def _write_shards(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         tensors = {f"model.{name}": x for name, x in plain_state(model).items()}
-        portable = optimizer.state_dict()  # portable by itself where parameters are sharded
+        portable = optimizer.state_dict()  # sharded parameters have portable state
         tensors |= {f"optimizer.{name}": x for name, x in optimizer_tensors(portable).items()}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
-        except CheckpointException as error:
-            # It is no Exception, and every process has it: what one of them met, all of them are told.
+                save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+        except CheckpointException as error:  # not an Exception; all processes raise it with the causes of each
             causes = [cause for cause, _ in error.failures.values()]
             disk = next((cause for cause in causes if isinstance(cause, OSError)), None)
             raise (disk or RuntimeError(f"the checkpoint was not written: {causes[0]}")) from None
-        return self.processes.together(lambda: _list_files(folder) if self.processes.rank == 0 else {})
-
-    def _prune(self) -> None:
-        best = self.best
-        for step in self.list_steps()[: -self.keep]:
-            if step != best:
-                self._remove(step)
+        return self.processes.run_on_all(lambda: _list_files(folder) if self.processes.rank == 0 else {})
 
     def _remove(self, step: int) -> None:
-        # Renamed first: half a deletion must not look complete.
-        doomed = self.folder / f".old-step-{step:08d}"
-        shutil.rmtree(doomed, ignore_errors=True)
-        self.path(step).rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        # Renamed first: a partly deleted folder must not look complete.
+        removed = self.folder / f".old-step-{step:08d}"
+        shutil.rmtree(removed, ignore_errors=True)
+        self.path(step).rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     # --- Reading
 
     def verify(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint all of whose files are what was written."""
+        """Check the size and sha256 of every file; returns the manifest."""
         path = self.path(step)
         others = [s for s in self.list_steps() if s != step]
         instead = f"; step {others[-1]} can be used instead" if others else "; there is no other checkpoint"
         try:
-            manifest = json.loads((path / "manifest.json").read_text())
+            manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
             files = manifest["files"].items()
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{path} has no readable manifest ({error}){instead}") from None
@@ -181,25 +190,18 @@ class Checkpoints:
         manifest, path = self.verify(step), self.path(step)
         try:
             state: dict[str, Any] = json.loads((path / "state.json").read_text())
-            tensors = self._read(path, manifest["sharded"], model, optimizer)
             groups = state["param_groups"]
+            if manifest["sharded"]:
+                weights, moments = read_shards(path / "shards", model, optimizer)
+            else:
+                weights = read_tensors(path / "model.safetensors")
+                moments = read_tensors(path / "optimizer.safetensors") if optimizer is not None else {}
         except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"{path} holds what was written, and that is no checkpoint: {error}") from None
-        load_model(model, _under("model.", tensors))
+            raise CheckpointError(f"{path} is intact, but it is not a checkpoint: {error}") from None
+        load_model(model, weights)
         if optimizer is not None:
-            optimizer.load_state_dict(optimizer_state(_under("optimizer.", tensors), groups))
+            optimizer.load_state_dict(optimizer_state(moments, groups))
         return state
-
-    def _read(
-        self, path: Path, sharded: bool, model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> dict[str, Tensor]:
-        if sharded:
-            return read_shards(path / "shards", model, optimizer)
-        tensors = {f"model.{name}": x for name, x in read_tensors(path / "model.safetensors").items()}
-        if optimizer is not None:
-            read = read_tensors(path / "optimizer.safetensors").items()
-            tensors |= {f"optimizer.{name}": x for name, x in read}
-        return tensors
 
 
 def _empty(folder: Path) -> None:
@@ -213,7 +215,7 @@ def _write_whole(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _list_files(folder: Path) -> dict[str, Any]:
-    """The entries in a manifest of shards that others wrote."""
+    """The manifest entries of the shards of all processes."""
     files = sorted(folder.iterdir())
     for path in files:
         with path.open("rb") as file:
@@ -221,19 +223,14 @@ def _list_files(folder: Path) -> dict[str, Any]:
     return {f"shards/{path.name}": {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in files}
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-
-
 # --- Models
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict under the names of the bare model, whatever wraps it."""
-    prefixes = ("module.", "_orig_mod.")
+    """The state dict with the names of the model itself, without the prefixes of wrappers."""
     state = {}
     for name, x in model.state_dict().items():
-        while name.startswith(prefixes):
+        while name.startswith(("module.", "_orig_mod.")):
             name = name.split(".", 1)[1]
         state[name.replace("._orig_mod.", ".")] = x
     return state
@@ -243,18 +240,18 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     mine = plain_state(model)
     missing, extra = mine.keys() - tensors.keys(), tensors.keys() - mine.keys()
     if missing or extra:
-        what = f"lacks {sorted(missing)[0]}" if missing else f"has {sorted(extra)[0]}, which the model has not"
+        what = f"lacks {sorted(missing)[0]}" if missing else f"has {sorted(extra)[0]}, which the model does not have"
         raise CheckpointError(f"the checkpoint {what}; was it saved by another model?")
     for name, x in mine.items():
         saved = tensors[name]
         if saved.shape != x.shape:
             raise CheckpointError(f"{name} has shape {tuple(saved.shape)} in the checkpoint, {tuple(x.shape)} here")
         with torch.no_grad():
-            x.copy_(_like(saved, x))
+            x.copy_(_shard_like(saved, x))
 
 
-def _like(saved: Tensor, x: Tensor) -> Tensor:
-    """A whole tensor as the shards of another."""
+def _shard_like(saved: Tensor, x: Tensor) -> Tensor:
+    """A whole tensor, sharded as `x` is."""
     if not hasattr(x, "device_mesh") or hasattr(saved, "device_mesh"):
         return saved
     from torch.distributed.tensor import distribute_tensor
@@ -262,7 +259,7 @@ def _like(saved: Tensor, x: Tensor) -> Tensor:
     return distribute_tensor(saved.to(x.device), x.device_mesh, x.placements, src_data_rank=None)  # type: ignore[attr-defined]
 
 
-# --- Optimizers: tensors and numbers apart, so that neither needs a pickle
+# --- Optimizers: tensors and JSON apart, so that no pickle is needed
 
 
 def optimizer_tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -275,47 +272,48 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def optimizer_state(tensors: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dict from its tensors and groups. JSON has no tuples, so lists other than these become tuples again."""
+    lists = ("params", "param_names", "moments")
     state: dict[int, dict[str, Tensor]] = {}
     for name, x in tensors.items():
         place, key = name.split(".", 1)
         state.setdefault(int(place), {})[key] = x
-    keep_lists = ("params", "param_names", "moments")
-    return {
-        "state": state,
-        "param_groups": [
-            {key: tuple(v) if isinstance(v, list) and key not in keep_lists else v for key, v in group.items()}
-            for group in groups
-        ],
-    }
+    restored = [
+        {key: tuple(v) if isinstance(v, list) and key not in lists else v for key, v in group.items()}
+        for group in groups
+    ]
+    return {"state": state, "param_groups": restored}
 
 
 # --- Shards
 
 
-def read_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Every tensor cut as this process needs it."""
+def read_shards(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of model and optimizer, sharded as this process needs them."""
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    saved = reader.read_metadata().state_dict_metadata
+    reader = HuggingFaceStorageReader(str(folder))
     mine = plain_state(model)
     params = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
-    targets: dict[str, Tensor] = {}
-    for name, entry in saved.items():
-        size = entry.size  # type: ignore[union-attr]
-        if name.startswith("model."):
-            like = mine.get(name.removeprefix("model."))
-        elif optimizer is not None:
-            like = params[int(name.split(".")[1])]
-        else:
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    saved: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    for full_name, entry in saved.items():
+        part, name = full_name.split(".", 1)
+        if part == "optimizer" and optimizer is None:
             continue
-        if like is not None and like.shape == size:
-            dtype = like.dtype if name.startswith("model.") else entry.properties.dtype  # type: ignore[union-attr]
-            targets[name] = torch.zeros_like(like, dtype=dtype).detach()
+        like = mine.get(name) if part == "model" else params[int(name.split(".")[0])]
+        dtype = entry.properties.dtype
+        if like is not None and like.shape == entry.size:
+            target = torch.zeros_like(like, dtype=like.dtype if part == "model" else dtype).detach()
         else:
-            targets[name] = torch.zeros(size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+            target = torch.zeros(entry.size, dtype=dtype)
+        parts[part][name] = target
+    targets = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
-    return targets
+        load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+    return parts["model"], parts["optimizer"]

@@ -1,20 +1,32 @@
-"""Everything that decides a run, in one frozen dataclass that is saved with it.
+"""The config of a run: a frozen dataclass that is checked when it is built and saved with the run.
 
-One kind of run per model: `GPTRun`, `CLIPRun`, and `ModuleRun` for somebody's own. Configs are checked when they are
-built, go to JSON and come back, and nothing changes them afterwards. Recipes (trimtab/recipes.py) are functions that
-return one.
+There is one class per kind of model: `GPTRun`, `CLIPRun`, and `ModuleRun` for a model of the user's own. A recipe
+(trimtab/recipes.py) is a function that returns a config.
+
+    config = with_values(gpt_tiny(), {"optim.lr": 0.01, "model.context": 64})      # dotted names, checked
+    from_json(to_json(config)) == config
 """
 
+import difflib
+import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+import re
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from trimtab.nn import CLIPConfig, ConfigError, GPTConfig
+import msgspec
+
+from trimtab.nn import CLIPConfig, GPTConfig
+from trimtab.nn import ConfigError as ConfigError
 from trimtab.runs import RunError, RunFolder, SavedConfig
+from trimtab.runs.records import flatten as flatten
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
+from trimtab.schedule.cut import Mode
+from trimtab.schedule.seqlen import Arithmetic, Kind
 from trimtab.watch import Actions, Alarm
 
 Optimizer = Literal["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "torch-adamw"]
@@ -25,14 +37,14 @@ Run = TypeVar("Run", bound="RunConfig")
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: Optimizer = "stable-adamw"  # torch-adamw: PyTorch's own fused one, for comparison
-    lr: float = 3e-3  # the peak; the schedule moves it
+    lr: float = 3e-3  # the peak of the schedule
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    independent_decay: bool = False  # decay by weight_decay * lr / peak, whatever the peak is
+    independent_decay: bool = False  # decay by weight_decay * lr / peak, independent of the peak
     bits: Literal[8, 32] = 8  # of the optimizer's state
-    codebook: Literal["quadratic", "dynamic-symmetric", "dynamic", "linear"] = "quadratic"  # what 8 bits mean
-    block: int = 256  # values that share a scale, in 8 bits
+    codebook: Literal["quadratic", "dynamic-symmetric", "dynamic", "linear"] = "quadratic"  # of 8-bit state
+    block: int = 256  # values that share a scale, in 8-bit state
     beta2_power: float | None = None  # beta2 = 1 - step^-power instead of a constant (stable-adamw)
     clip_norm: float | None = 1.0  # of all gradients together
 
@@ -49,14 +61,47 @@ class OptimConfig:
         if self.block < 1:
             raise ConfigError(f"optim.block={self.block} is too small; try optim.block=256")
         if self.name == "torch-adamw" and (self.codebook, self.block) != ("quadratic", 256):
-            raise ConfigError("optim.codebook and optim.block are of 8-bit state, which torch-adamw does not have")
+            raise ConfigError("optim.codebook and optim.block are for 8-bit state, which torch-adamw does not have")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqLenConfig:
+    """Sequence length warmup, as in `trimtab.schedule.SeqLenWarmup`. Its last length is `model.context`."""
+
+    start: int | None = None  # the first length; None: no warmup
+    steps: int = 1  # duration of the warmup
+    multiple: int = 8  # lengths are rounded down to it
+    kind: Kind = "linear"
+    degree: float = 2.0  # of kind root
+    lengths: tuple[int, ...] = ()  # the only lengths used; replaces `multiple`
+    until: tuple[int, ...] = ()  # of kind discrete: the last step of each length but the last
+    seed: int = 0  # of kind mixed
+    cut_mode: Mode = "truncate"  # reshape: the tokens that are cut off become more rows
+    arithmetic: Arithmetic = "exact"  # deepspeed: the rounding errors of DeepSpeed, of kinds linear and root
+
+    def ending_at(self, end: int) -> SeqLenWarmup:
+        first = self.lengths[0] if self.lengths else end
+        return SeqLenWarmup(**(vars(self) | {"start": first if self.start is None else self.start, "end": end}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Batch-size warmup, as in `trimtab.schedule.BatchWarmup`. Its last size is the run's `batch`."""
+
+    start: int | None = None  # the first batch size; None: no warmup
+    increment: int = 1
+    samples: int = 1  # duration of the warmup
+
+    def ending_at(self, end: int) -> BatchWarmup:
+        start = end if self.start is None else self.start
+        return BatchWarmup(start=start, increment=self.increment, samples=self.samples, end=end)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     lr: LearningRate
-    seqlen: SeqLenWarmup  # off where start is end
-    batch: BatchWarmup  # off where start is end
+    seqlen: SeqLenConfig = field(default_factory=SeqLenConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     force: bool = False  # allow sequence length and batch size to warm up together
 
 
@@ -64,7 +109,7 @@ class ScheduleConfig:
 class DataConfig:
     corpus: str = "stdlib"  # or a file, a folder, a nanoGPT .bin, hf:NAME; for CLIP emoji, shapes or tar shards
     tokenizer: str = "bytes"  # or bpe:SIZE
-    cache: str | None = None  # where token files are kept; None: the user's cache folder
+    cache: str | None = None  # folder of token files; None: the user's cache folder
     prefetch: int = 2  # batches prepared ahead
 
     def __post_init__(self) -> None:
@@ -74,16 +119,16 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """What looks at every step, and what it may do about an alarm (`trimtab.watch`)."""
+    """Signals, alarms, and the actions on alarms (`trimtab.watch`)."""
 
-    every: int = 4  # steps between two looks at the tensors; 0: nobody looks
-    deep_every: int = 40  # steps between two looks at layers and totals, which cost more
-    record_every: int = 20  # steps between two lines of signals.jsonl; looks with an alarm have one too
-    ignore: int | None = None  # first steps without spikes and drift; None: 1000, or a twentieth of a shorter run
-    skip: tuple[str, ...] = ()  # alarms at which a step is not taken: "non-finite", "rms spike"
-    shorten: tuple[str, ...] = ()  # at which it is divided by RMS_t
+    every: int = 4  # steps between two measurements of the tensors; 0: no watcher
+    deep_every: int = 40  # of layers and totals, which cost more
+    record_every: int = 20  # steps between two records on disk; steps with an alarm are always recorded
+    ignore: int | None = None  # first steps without spike and drift alarms; None: 1000, or steps / 20 if that is less
+    skip: tuple[str, ...] = ()  # alarms at which the step is skipped: "non-finite", "rms spike"
+    shorten: tuple[str, ...] = ()  # at which the step is divided by RMS_t
     lower_beta2: tuple[str, ...] = ()  # at which beta2 is 0.9 for 100 steps
-    roll_back: tuple[str, ...] = ()  # at which the run goes back to its last checkpoint and leaves the batches out
+    roll_back: tuple[str, ...] = ()  # at which the run loads its last checkpoint and skips the batches
 
     def __post_init__(self) -> None:
         for name, least in (("every", 0), ("deep_every", 1), ("record_every", 1)):
@@ -100,7 +145,17 @@ class WatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleConfig:
+    """A model and data of the user's own: a function and its arguments. See module.py."""
+
+    build: str  # "package.file:function"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # keyword arguments; JSON values
+    context: int = 1  # tokens of a row, for the token clock and for sequence length warmup
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    model: GPTConfig | CLIPConfig | ModuleConfig
     optim: OptimConfig
     schedule: ScheduleConfig
     data: DataConfig = field(default_factory=DataConfig)
@@ -114,14 +169,14 @@ class RunConfig:
     eval_batches: int = 8
     checkpoint_every: int = 500  # and at the end
     keep: int = 2  # checkpoints, besides the best
-    log_every: int = 10  # lines on a screen that is not a terminal; the log file has every step
-    tensorboard: bool = False  # also write the log for TensorBoard
-    autocast: Literal["off", "bfloat16", "float16"] = "off"
-    compile: bool = False  # torch.compile, once for each length
-    parallel: Parallel = "ddp"  # where there is more than one process
+    log_every: int = 10  # steps between lines if the output is not a terminal; the log has every step
+    tensorboard: bool = False  # also log to TensorBoard
+    autocast: Literal["off", "bfloat16"] = "off"
+    compile: bool = False  # torch.compile, once per length
+    parallel: Parallel = "ddp"  # with more than one process
     threads: int | None = None  # None: PyTorch's choice
-    stop_after_skips: int = 10  # steps in a row whose loss is not finite
-    diverged_at: float | None = 2.0  # stop when 3 evaluations or 100 steps in a row are above this times the first one
+    stop_after_skips: int = 10  # steps in a row without a finite loss
+    diverged_at: float | None = 2.0  # stop after 3 evaluations or 100 steps above this times the first loss
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -137,16 +192,28 @@ class RunConfig:
             raise ConfigError(
                 f"micro_batch={micro} does not divide batch={self.batch}; try {math.gcd(micro, self.batch)}"
             )
-        if self.autocast == "float16":
-            raise ConfigError("autocast='float16' needs a loss scale, which the loop does not keep; try 'bfloat16'")
-        warming = self.schedule.seqlen.start < self.schedule.seqlen.end
-        if warming and self.schedule.batch.start < self.schedule.batch.end and not self.schedule.force:
+        for name in ("seqlen", "batch"):
+            try:
+                getattr(self, f"{name}_warmup")
+            except ValueError as error:
+                end = f" (end is {_FOLLOWS[f'schedule.{name}.end']})" if "end=" in str(error) else ""
+                raise ConfigError(f"schedule.{name}: {error}{end}") from None
+        seqlen, batch = self.seqlen_warmup, self.batch_warmup
+        if seqlen.start < seqlen.end and batch.start < batch.end and not self.schedule.force:
             raise ConfigError(
-                "schedule.seqlen and schedule.batch both warm up, and both cut the tokens of a step; switch one off, "
-                "or say schedule.force=True"
+                "schedule.seqlen and schedule.batch both warm up, and both reduce the tokens of a step; switch one "
+                "off, or set schedule.force=True"
             )
-        if self.schedule.batch.end != self.batch:
-            raise ConfigError(f"schedule.batch.end={self.schedule.batch.end} must be batch={self.batch}")
+
+    @property
+    def seqlen_warmup(self) -> SeqLenWarmup:
+        """The lengths of the run; constant if there is no warmup."""
+        return self.schedule.seqlen.ending_at(self.model.context)
+
+    @property
+    def batch_warmup(self) -> BatchWarmup:
+        """The batch sizes of the run; constant if there is no warmup."""
+        return self.schedule.batch.ending_at(self.batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,113 +222,196 @@ class GPTRun(RunConfig):
 
     model: GPTConfig
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.schedule.seqlen.end != self.model.context:
-            raise ConfigError(
-                f"schedule.seqlen.end={self.schedule.seqlen.end} must be model.context={self.model.context}"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class CLIPRun(RunConfig):
-    """Train a CLIP on pictures with captions."""
+    """Train a CLIP on image-caption pairs."""
 
     model: CLIPConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule.seqlen.start < self.schedule.seqlen.end:
-            raise ConfigError("schedule.seqlen: captions end with the token that is read out, so they cannot be cut")
+        if self.seqlen_warmup.start < self.model.context:
+            raise ConfigError("schedule.seqlen: captions cannot be cut, because their last token is their output")
         if self.micro_batch is not None:
             raise ConfigError(
-                f"micro_batch={self.micro_batch}: every caption is compared with all others of its batch, so a part "
-                "of it has another loss; try micro_batch=None and more processes, or model.checkpointing=True"
+                f"micro_batch={self.micro_batch}: the loss compares each caption with all others of its batch, so it "
+                "cannot be split; try micro_batch=None and more processes, or model.checkpointing=True"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleConfig:
-    """Somebody's own model and data: a function, and what it is called with. See module.py."""
-
-    build: str  # "package.file:function"
-    options: dict[str, Any] = field(default_factory=dict, hash=False)  # its keywords; JSON values
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModuleRun(RunConfig):
-    """Train somebody's own model. Rows have schedule.seqlen.end tokens, as far as the clocks are concerned."""
+    """Train a model of the user's own."""
 
     model: ModuleConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule.batch.start < self.schedule.batch.end:
+        if self.batch_warmup.start < self.batch:
             raise ConfigError(f"schedule.batch: the batches of {self.model.build} are as large as it makes them")
 
 
 KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun, "module": ModuleRun}
-# What may be different when a run goes on: nothing of this changes what it computes, but for the order of sums.
+# Fields that may change when a run is resumed: they do not change what is computed, except for the order of sums.
 FREE: tuple[str, ...] = (
-    "eval_every",
-    "eval_batches",
-    "checkpoint_every",
-    "keep",
-    "log_every",
-    "tensorboard",
-    "parallel",
-    "threads",
+    *("eval_every", "eval_batches", "checkpoint_every", "keep", "log_every", "tensorboard", "parallel", "threads"),
+    *("stop_after_skips", "diverged_at", "data.cache", "data.prefetch"),
+    *("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore"),
 )
-FREE += ("stop_after_skips", "diverged_at", "data.cache", "data.prefetch")
-FREE += ("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore")
 
 
 def kind_of(config: RunConfig) -> str:
     return next(name for name, cls in KINDS.items() if type(config) is cls)
 
 
-def to_json(config: Any) -> dict[str, Any]:
-    """Plain dictionaries, lists, numbers and strings."""
-    result: dict[str, Any] = {"kind": kind_of(config)} if isinstance(config, RunConfig) else {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        result[item.name] = (
-            to_json(value) if is_dataclass(value) else list(value) if isinstance(value, tuple) else value
-        )
-    return result
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Dictionaries, lists, numbers and strings."""
+    values: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(config)))  # lists in place of tuples
+    return {"kind": kind_of(config), **values}
 
 
 def from_json(data: Mapping[str, Any]) -> RunConfig:
     if data.get("kind") not in KINDS:
         raise ConfigError(f"a config of kind {data.get('kind')!r} is not known; try one of {', '.join(KINDS)}")
-    return _read(KINDS[data["kind"]], {key: value for key, value in data.items() if key != "kind"}, "")
+    cls, values = KINDS[data["kind"]], {key: value for key, value in data.items() if key != "kind"}
+    for name in flatten(values):
+        _find_type(cls, name)
+    try:
+        return msgspec.convert(values, cls)
+    except msgspec.ValidationError as error:
+        # The message of a check in __post_init__ is complete; msgspec's own names the place.
+        raise ConfigError(str(error.__cause__ or error).replace("`$.", "`")) from None
+
+
+def upgrade(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as format 1 saved it, in format 2: the ends of the schedules follow from `model.context` and `batch`."""
+    schedule, model = dict(data["schedule"]), dict(data["model"])
+    for name in ("seqlen", "batch"):
+        part = schedule[name] = dict(schedule[name])
+        end = part.pop("end", None)
+        if name == "seqlen" and end is not None and model.setdefault("context", end) != end:
+            raise ConfigError(f"schedule.seqlen.end={end} is not model.context={model['context']}")
+        if part["start"] == end:
+            part["start"] = None
+    return {**data, "schedule": schedule, "model": model}
 
 
 def load_config(folder: Path) -> tuple[RunConfig, SavedConfig]:
     """The config of a run, and what was saved with it. Raises RunError if the run cannot be continued or loaded."""
     saved = RunFolder(folder).require_config()
     try:
-        return from_json(saved.config), saved
+        return from_json(upgrade(saved.config) if saved.format < 2 else saved.config), saved
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder} has a config that cannot be used: {error}") from None
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Fields that two configs do not share, by dotted name."""
-    a, b = dict(_flatten(to_json(old))), dict(_flatten(to_json(new)))
+    """Fields that differ between two configs: dotted name, and both values as JSON."""
+    a, b = ({key: json.dumps(x) for key, x in flatten(to_json(config)).items()} for config in (old, new))
     return [(key, a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
 
 
 def with_model(config: Run, **changes: Any) -> Run:
-    return replace(config, model=replace(config.model, **changes))  # type: ignore[attr-defined, call-arg]
+    return replace(config, model=replace(config.model, **changes))
 
 
-def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, json.dumps(value)
+def with_values(config: Run, values: Mapping[str, Any]) -> Run:
+    """Change fields by dotted names. A value has the type of its field, or is text as on a command line."""
+    data = to_json(config)
+    for name, value in flatten(values).items():
+        kind = _find_type(type(config), name.replace("-", "_"))
+        *groups, last = name.replace("-", "_").split(".")
+        place = data
+        for group in groups:
+            place = place.setdefault(group, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{name}: {group} has no fields")
+        place[last] = _convert(value, kind, name)
+    return cast(Run, from_json(data))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint at the known (dotted) name that is meant, or "": the same last part, its initials, or similar letters."""
+    known = list(known)
+    group, _, name = word.rpartition(".")
+    ends = {other: other.rpartition(".")[2].lstrip("-") for other in known}
+    beside = [other for other in known if other.rpartition(".")[0] == group]
+    initials = "".join(part[:1] for part in re.split("[-_]", name.lstrip("-")))
+    for wanted in (name.lstrip("-"), initials):
+        same = [other for other in (*beside, *known) if ends[other] == wanted]
+        if same:
+            return f" Did you mean {same[0]!r}?"
+    close = difflib.get_close_matches(word, beside if group else [], n=1, cutoff=0.7)
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+_FOLLOWS = {"schedule.seqlen.end": "model.context", "schedule.batch.end": "batch"}
+
+
+@functools.cache
+def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """The types of all fields by dotted name."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        inner: Any = kind if is_dataclass(kind) else None
+        found |= _fields(inner, f"{prefix}{name}.") if inner else {prefix + name: kind}
+    return found
+
+
+def _find_type(cls: Any, name: str) -> Any:
+    """The type of the field with this dotted name; Any for an option of the user's own model."""
+    known = _fields(cls)
+    if name in known:
+        return known[name]
+    if name in _FOLLOWS:
+        raise ConfigError(f"{name} is not a field: it is always {_FOLLOWS[name]}. Set {_FOLLOWS[name]} instead")
+    for field_name, kind in known.items():
+        if name.startswith(f"{field_name}."):
+            if get_origin(kind) is dict:
+                return Any
+            raise ConfigError(f"{name}: {field_name} has no fields")
+    group = name
+    while group and not any(other.startswith(f"{group}.") for other in known):
+        group = group.rpartition(".")[0]
+    inside = dict.fromkeys(n.removeprefix(f"{group}.").split(".")[0] for n in known if not group or n.startswith(group))
+    has = f"{group or cls.__name__} has {', '.join(inside)}"
+    if group == name:
+        raise ConfigError(f"{name} has fields of its own; set one of them: {has}")
+    raise ConfigError(f"{name} is not a field of {cls.__name__}.{did_you_mean(name, known)} {has}")
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    """Check a value, or parse it if it is text."""
+    if kind is Any:
+        return value
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if type(None) in kinds and (value is None or (isinstance(value, str) and value.lower() == "none")):
+        return None
+    kind = next(one for one in kinds if one is not type(None))
+    if get_origin(kind) is tuple and isinstance(value, str):
+        value = re.findall(r"[^\s,]+", value)
+    text = isinstance(value, str) or (isinstance(value, list | tuple) and any(isinstance(x, str) for x in value))
+    try:
+        found = msgspec.convert(value, kind, strict=not text)
+    except msgspec.ValidationError:
+        found = math.nan
+    for x in found if isinstance(found, tuple) else (found,):
+        if isinstance(x, float) and not math.isfinite(x):
+            raise ConfigError(f"{name}={value!r} {_requirement(kind)}")
+    return found
+
+
+def _requirement(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"is not known; try one of {', '.join(map(repr, get_args(kind)))}"
+    words = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+    if get_origin(kind) is not tuple:
+        return f"is not {words[kind]}"
+    first, *others = get_args(kind)
+    count = "" if others == [Ellipsis] else f"{1 + len(others)} "
+    return f"needs a list of {count}values, each {words[first]}"
 
 
 def _check_choices(config: Any) -> None:
@@ -269,18 +419,3 @@ def _check_choices(config: Any) -> None:
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ConfigError(f"{name}={value!r} is not known; try one of {', '.join(map(repr, get_args(hint)))}")
-
-
-def _read(cls: Any, data: Mapping[str, Any], prefix: str) -> Any:
-    known = {item.name for item in fields(cls)}
-    unknown = data.keys() - known
-    if unknown:
-        raise ConfigError(f"{prefix}{sorted(unknown)[0]} is not a field of {cls.__name__}; it has {', '.join(known)}")
-    hints, values = get_type_hints(cls), {}
-    for key, value in data.items():
-        hint = next((kind for kind in (hints[key], *get_args(hints[key])) if is_dataclass(kind)), None)
-        if hint is not None and isinstance(value, Mapping):
-            values[key] = _read(hint, value, f"{prefix}{key}.")
-        else:
-            values[key] = tuple(value) if isinstance(value, list) else value
-    return cls(**values)

@@ -1,4 +1,4 @@
-"""What a trained run is worth: its validation loss at full length, and what it can do: text, or naming pictures."""
+"""A trained run: its validation loss at full length, generated text, or zero-shot classification of pictures."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trimtab.data import open_corpus, open_pairs
 from trimtab.nn import CLIP, ByteTokenizer
-from trimtab.runs import RunError
+from trimtab.runs import RunError, RunFolder
 from trimtab.train.build import build_model, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.config import CLIPRun, GPTRun, RunConfig, load_config
@@ -17,20 +17,10 @@ from trimtab.train.processes import Processes
 
 
 def load_run(folder: Path, step: int | None = None) -> tuple[RunConfig, nn.Module, int]:
-    """The config and the model of a run, at its last checkpoint or at that of `step`; `-1` is the best one."""
+    """The config, the model and the step of the last checkpoint, or of that of `step`; -1 is the best one."""
     config, _ = load_config(folder)
-    checkpoints = Checkpoints(folder / "checkpoints", 1, Processes())
-    steps = checkpoints.list_steps()
-    if not steps:
-        raise RunError(f"{folder} has no complete checkpoint yet")
-    chosen = steps[-1] if step is None else step
-    if step == -1:
-        best = checkpoints.best
-        if best is None:
-            raise RunError(f"{folder} has no best checkpoint: none was evaluated; it has {', '.join(map(str, steps))}")
-        chosen = best
-    if chosen not in steps:
-        raise RunError(f"{folder} has no checkpoint of step {chosen}; it has {', '.join(map(str, steps))}")
+    checkpoints = Checkpoints(RunFolder(folder).checkpoints, 1, Processes())
+    chosen = checkpoints.choose(step)
     model = build_model(config)
     checkpoints.load(chosen, model, None)
     return config, model.eval(), chosen
@@ -57,16 +47,16 @@ def evaluate(folder: Path, *, step: int | None = None, batches: int = 32) -> dic
 
 
 def zero_shot(config: CLIPRun, model: nn.Module) -> dict[str, Any]:
-    """Name each validation picture by the nearest of all validation captions, none of which was trained on."""
+    """Classify each validation picture by the nearest of all validation captions, which were not trained on."""
     assert isinstance(model, CLIP)
     pairs = open_pairs(config.data.corpus, size=config.model.image_size, cache=config.data.cache)
     images, captions = pairs.load("validation")
     names = sorted(set(captions))
     tokens = ByteTokenizer(context=config.model.context).encode(names)
     text = torch.cat([model.encode_text(part) for part in tokens.split(256)])
-    near = torch.cat([model.encode_image(part) @ text.t() for part in images.split(256)])
+    similarity = torch.cat([model.encode_image(part) @ text.t() for part in images.split(256)])
     right = torch.tensor([names.index(caption) for caption in captions])
-    found = near.topk(min(5, len(names)), dim=1).indices == right[:, None]
+    found = similarity.topk(min(5, len(names)), dim=1).indices == right[:, None]
     return {
         "zero_shot_top1": found[:, 0].float().mean().item(),
         "zero_shot_top5": found.any(dim=1).float().mean().item(),
@@ -86,18 +76,16 @@ def sample(
     seed: int = 0,
     step: int | None = None,
 ) -> str:
-    """Text that a trained GPT goes on with."""
+    """The prompt and the text that a trained GPT continues it with."""
     config, model, _ = load_run(folder, step)
     if not isinstance(config, GPTRun):
-        kind = "a CLIP" if isinstance(config, CLIPRun) else "a model of its author's own"
-        raise RunError(f"{folder} holds {kind}, which writes no text; `trimtab eval {folder}` says what it can do")
+        kind = "a CLIP" if isinstance(config, CLIPRun) else "a model of the user's own"
+        raise RunError(f"{folder} holds {kind}, which writes no text; try `trimtab eval {folder}`")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise RunError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")
     corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)
     if corpus.end is None:
-        raise RunError(
-            f"{config.data.corpus} is a token file without a tokenizer, so its tokens cannot be read as text"
-        )
+        raise RunError(f"{config.data.corpus} is a token file without a tokenizer: tokens cannot be turned into text")
     ids = torch.tensor([[corpus.end, *corpus.encode(prompt)]])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
@@ -107,7 +95,7 @@ def sample(
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token; the likeliest where the temperature is 0."""
+    """One token; the most likely one if the temperature is 0."""
     if temperature == 0:
         return logits.argmax(keepdim=True)
     if top_k is not None and top_k < len(logits):

@@ -1,7 +1,7 @@
-"""One run, top to bottom: lengths and rates from the schedules, batches, backward, step, log, evaluation, checkpoint.
+"""The training loop: schedules, batch, backward, optimizer step, log, evaluation, checkpoint.
 
-Four clocks, kept apart: steps (sequence length and warm-up run on them), samples (the position in the data), tokens
-(decay and the end of the run), seconds. Only tokens that were really trained on count, not those that were cut off.
+There are four clocks: steps (for sequence length and warmup), samples (the position in the data), tokens (for the decay
+and the end of the run) and seconds. Only tokens that were trained on count, not those that a warmup cut off.
 """
 
 import math
@@ -23,18 +23,18 @@ from trimtab.train.build import Task, build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.compilations import Compilations, batch_sizes
 from trimtab.train.config import FREE, RunConfig, differences, load_config, to_json
-from trimtab.train.plan import foretell
+from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes, ProcessLost, processes
-from trimtab.train.progress import Line
+from trimtab.train.progress import ProgressLine
 from trimtab.train.randomness import mix_seed, read_generators, restore_generators
-from trimtab.train.stopping import Asked, catch_signals
-from trimtab.train.tensorboard import Board
+from trimtab.train.stopping import StopRequest, catch_signals
+from trimtab.train.tensorboard import TensorBoard
 from trimtab.train.watcher import Watcher
 from trimtab.watch import Alarm
 
-# In a row, above `diverged_at` times the first validation loss: such a run is over.
-HOPELESS_EVALUATIONS, HOPELESS_STEPS = 3, 100
-MOST_RETURNS = 3  # to one checkpoint; what still goes wrong then, goes wrong without this batch too
+# A run has diverged after so many evaluations or steps in a row above `diverged_at` times the first validation loss.
+DIVERGED_EVALUATIONS, DIVERGED_STEPS = 3, 100
+MAX_ROLLBACKS = 3  # to one checkpoint
 
 
 @dataclass
@@ -43,14 +43,13 @@ class Clock:
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    # When the learning rate had reached its peak; its fall counts from there.
-    warmup_steps: int | None = None
+    warmup_steps: int | None = None  # when the learning rate reached its peak; the decay counts from there
     warmup_tokens: int | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Progress:
-    """What a run remembers besides its weights."""
+    """The state of a run besides weights, optimizer, data and generators."""
 
     clock: Clock = field(default_factory=Clock)
     best_loss: float | None = None  # on validation
@@ -62,19 +61,20 @@ class Progress:
 
 
 def train(config: RunConfig, out: Path, *, console: Console | None = None) -> dict[str, Any]:
-    """Train from the start; returns what result.json holds."""
-    with processes(config.parallel) as here, _threads(config.threads):
-        log = RunLog(out, writes=here.rank == 0)
+    """Train from the start into an empty folder; returns the result as JSON."""
+    with processes(config.parallel) as group, _threads(config.threads):
+        log = RunLog(out, writes=group.rank == 0)
         log.check_free()
-        # Everything is built before anything is written: bad input leaves nothing behind.
-        task = build_task(config, here)
-        run = _Run(config, task, log, here, console)
-        here.barrier()  # all have seen that the folder is free
-        try:
-            here.together(lambda: log.create(to_json(config), **_facts(task)))
-        except OSError as error:
-            raise RunError(f"cannot write to {out}: {error.strerror}") from None
-        return run.go()
+        # Everything is built before anything is written: bad input leaves no files.
+        task = build_task(config, group)
+        run = _Run(config, task, log, group, console)
+        group.barrier()  # all processes have checked the folder
+        with group.locked(out):
+            try:
+                group.run_on_all(lambda: log.create(to_json(config), **_facts(task)))
+            except OSError as error:
+                raise RunError(f"cannot write to {out}: {error.strerror}") from None
+            return run.run()
 
 
 def resume(
@@ -85,83 +85,81 @@ def resume(
     force: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Go on from the last checkpoint, or from that of `step`. A changed config is refused unless `force`."""
+    """Continue from the last checkpoint, or from that of `step`. A changed config is refused unless `force`."""
     saved, facts = load_config(out)
     config = config or saved
     changed = [(name, old, new) for name, old, new in differences(saved, config) if name not in FREE]
     if changed and not force:
         name, old, new = changed[0]
-        raise RunError(
-            f"{name} was {old} and is now {new}: the run would not be the one that was started. Use --force if that is "
-            "what you want"
-        )
-    with processes(config.parallel) as here, _threads(config.threads):
-        task = build_task(config, here)
-        if task.sha256 != facts.sha256 and not force:
-            raise RunError(
-                f"the data has changed: sha256 {task.sha256[:12]} now, {facts.sha256[:12]} when the run was "
-                "started; use --force to go on all the same"
-            )
-        log = RunLog(out, writes=here.rank == 0)
-        run = _Run(config, task, log, here, console)
-        run.load(step, force=force)
+        raise RunError(f"{name} was {old} and is now {new}, which changes the run; use --force to continue with it")
+    with processes(config.parallel) as group, _threads(config.threads), group.locked(out):
+        task = build_task(config, group)
         if task.sha256 != facts.sha256:
             changed.append(("sha256", facts.sha256, task.sha256))
-        if changed:
-            # What a run is, is what its config says: the next resume goes on from there.
-            here.together(lambda: log.write_config(to_json(config), **_facts(task)))
+            if not force:
+                raise RunError(
+                    f"the data has changed: its sha256 is {task.sha256[:12]} and was {facts.sha256[:12]} when the run "
+                    "started; use --force to continue with it"
+                )
+        log = RunLog(out, writes=group.rank == 0)
+        run = _Run(config, task, log, group, console)
+        run.load(step, force=force)
+        if changed:  # the next resume continues with the new config
+            group.run_on_all(lambda: log.write_config(to_json(config), **_facts(task)))
             log.event(EventKind.FORCED, changed={name: [old, new] for name, old, new in changed})
-        return run.go()
+        return run.run()
 
 
 class _Run:
-    def __init__(self, config: RunConfig, task: Task, log: RunLog, here: Processes, console: Console | None) -> None:
-        self.config, self.task, self.log, self.here = config, task, log, here
-        self.model = here.spread(task.model)
+    def __init__(self, config: RunConfig, task: Task, log: RunLog, group: Processes, console: Console | None) -> None:
+        self.config, self.task, self.log, self.group = config, task, log, group
+        self.model = group.wrap(task.model)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.watcher = Watcher(config, self.model, self.optimizer, log)
-        self.returns: dict[int, int] = {}  # by the step of the checkpoint
-        self.called: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
-        _check_sizes(config, here.world)
+        self.rollbacks: dict[int, int] = {}  # by the step of the checkpoint
+        self.compiled: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
+        _check_sizes(config, group.world)
         self.source = task.batches("train", config.seed)
-        task.batches("validation", 0)  # is there enough of it?
-        self.checkpoints = Checkpoints(log.folder / "checkpoints", config.keep, here)
+        task.batches("validation", 0)  # raises if there is too little data
+        self.checkpoints = Checkpoints(log.paths.checkpoints, config.keep, group)
         self.state = Progress()
-        self.lr = foretell(config).rate  # a fall that was left open ends with the run
-        self.board = Board() if config.tensorboard and here.rank == 0 else None
-        self.console, self.saved = console, 0  # the step that was saved last, or tried to be
+        self.lengths, self.sizes = config.seqlen_warmup, config.batch_warmup
+        self.lr = simulate(config).rate  # with the end of its decay filled in
+        self.board = TensorBoard() if config.tensorboard and group.rank == 0 else None
+        self.console, self.saved = console, 0  # the step of the last checkpoint, or of the last attempt
         self.evaluated = (0, math.nan)  # step and validation loss
-        # All processes start with the same weights; what they draw from now on differs.
-        if here.rank:
-            torch.manual_seed(mix_seed(config.seed, 0, here.rank))
+        # All processes start with the same weights; their random numbers differ from here on.
+        if group.rank:
+            torch.manual_seed(mix_seed(config.seed, 0, group.rank))
 
     # --- The loop
 
-    def go(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         config = self.config
-        self.line = Line(
+        self.line = ProgressLine(
             steps=config.steps,
             tokens=config.tokens,
             every=config.log_every,
-            shows=self.here.rank == 0,
+            shows=self.group.rank == 0,
             console=self.console,
         )
         self.batches = Prefetcher(self.source, depth=config.data.prefetch)
         if self.board is not None:
             self.board.open(self.log.folder, self.state.clock.step)
         if self.state.clock.step:
-            self.line.say(f"resumed at step {self.state.clock.step}")
+            self.line.print(f"resumed at step {self.state.clock.step}")
         try:
-            with catch_signals() as asked, Compilations(config) as compilations:
+            with catch_signals() as stop, Compilations(config) as compilations:
                 if config.compile:
-                    self.line.say(f"torch.compile: at most {compilations.most} compilations, one per shape of a batch")
-                why = self._loop(asked)
+                    self.line.print(f"torch.compile: at most {compilations.most} compilations, one per batch shape")
+                why = self._loop(stop)
         except RuntimeError as error:
-            if not self.here.lost(error):
+            if not self.group.is_lost(error):
                 raise
-            text = f"another process is gone, so this one stops; go on with `trimtab resume {self.log.folder}`"
-            self._event(EventKind.STOPPED, reason=f"another process is gone: {str(error).splitlines()[0]}")
-            raise ProcessLost(text) from error
+            self.log.event(EventKind.STOPPED, reason=f"another process is gone: {str(error).splitlines()[0]}")
+            raise ProcessLost(
+                f"another process has ended, so this one stops; continue with `trimtab resume {self.log.folder}`"
+            ) from error
         finally:
             self.line.close()
             self.batches.close()
@@ -181,60 +179,61 @@ class _Run:
             self.log.finish(result)
         return result.to_json()
 
-    def _loop(self, asked: Asked) -> End:
+    def _loop(self, stop: StopRequest) -> End:
         config = self.config
         if self.state.clock.step == 0:
             self._evaluate()
         while True:
-            clock = self.state.clock
+            clock = self.state.clock  # a rollback replaces it
             if clock.step >= config.steps or (config.tokens is not None and clock.tokens >= config.tokens):
-                why = End.DONE
-                break
+                return self._finish()
             record = self._step()
             self.line.show(record)
             self._record(record)
             if self.state.skipped_in_a_row >= config.stop_after_skips:
-                self._event(EventKind.STOPPED, reason=f"{config.stop_after_skips} steps in a row without a finite loss")
+                reason = f"{config.stop_after_skips} steps in a row without a finite loss"
+                self.log.event(EventKind.STOPPED, reason=reason)
                 return End.NOT_FINITE
-            if self._hopeless(record.loss):
+            if self._training_diverged(record.loss):
                 return End.DIVERGED
-            if self.watcher.wants_back and self._roll_back(self.watcher.wants_back):
+            if self.watcher.rollback_alarm and self._roll_back(self.watcher.rollback_alarm):
                 continue
-            signalled = self.here.any(asked.name is not None)
-            due = clock.step % config.eval_every == 0
-            if due and self._evaluate():
+            stopping = self.group.any(stop.name is not None)
+            if clock.step % config.eval_every == 0 and self._evaluate():
                 return End.DIVERGED
-            if signalled or clock.step % config.checkpoint_every == 0:
+            if stopping or clock.step % config.checkpoint_every == 0:
                 self._checkpoint()
-            if signalled:
-                self._event(EventKind.STOPPED, reason=asked.name or "another process was asked to stop")
-                return End(asked.name or End.TERMINATED)
-        if clock.step % config.eval_every:
+            if stopping:
+                self.log.event(EventKind.STOPPED, reason=str(stop.name or "another process received a signal"))
+                return stop.name or End.TERMINATED
+
+    def _finish(self) -> End:
+        clock = self.state.clock
+        if clock.step % self.config.eval_every:
             self._evaluate()
         if self.saved == clock.step:
             self.checkpoints.mark_best(*self.evaluated)
         else:
             self._checkpoint()
-        if self.evaluated[0] == clock.step and not math.isfinite(self.evaluated[1]):
-            why = End.NOT_FINITE
-            self._event(EventKind.STOPPED, reason="the last validation loss is not finite")
-        self._event(EventKind.DONE, step=clock.step, tokens=clock.tokens)
-        return why
+        finite = self.evaluated[0] != clock.step or math.isfinite(self.evaluated[1])
+        if not finite:
+            self.log.event(EventKind.STOPPED, reason="the last validation loss is not finite")
+        self.log.event(EventKind.DONE, step=clock.step, tokens=clock.tokens)
+        return End.DONE if finite else End.NOT_FINITE
 
     def _step(self) -> StepRecord:
-        config, clock, started = self.config, self.state.clock, time.perf_counter()
-        number = clock.step + 1
-        used = config.schedule.seqlen.tokens_at(number)
-        length, size = config.schedule.seqlen.at(number), config.schedule.batch.at(clock.samples)
-        lr = self.lr.at(config.optim.lr, number, clock.tokens, clock.warmup_tokens, clock.warmup_steps)
+        clock, started = self.state.clock, time.perf_counter()
+        step = clock.step + 1
+        length, size = self.lengths.at(step), self.sizes.at(clock.samples)
+        lr = self.lr.at(self.config.optim.lr, step, clock.tokens, clock.warmup_tokens, clock.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_ratio"]
         batch = self.batches.next(size)
-        if length < config.schedule.seqlen.end:
-            batch = config.schedule.seqlen.cut(batch, number)
+        if length < self.lengths.end:
+            batch = self.lengths.cut(batch, step)
         loss = self._backward(batch)
         norm = self._clip()
-        # Finite losses can have gradients that are not, and one of those in the weights is there for good.
+        # A finite loss can have gradients that are not finite, and one such step would destroy the weights.
         finite = bool(loss.isfinite()) and math.isfinite(norm)
         if finite:
             self.optimizer.step()
@@ -243,10 +242,11 @@ class _Run:
             self.watcher.skip()
         self.optimizer.zero_grad()
         self.watcher.step(loss, norm)
-        self._count(finite, number)
-        clock.step, clock.samples, clock.tokens = number, clock.samples + size, clock.tokens + size * used
-        if clock.warmup_steps is None and self.lr.warmed(number, clock.tokens):
-            clock.warmup_steps, clock.warmup_tokens = number, clock.tokens
+        self._count_skips(finite, step)
+        clock.step, clock.samples = step, clock.samples + size
+        clock.tokens += size * self.lengths.tokens_at(step)
+        if clock.warmup_steps is None and self.lr.warmed(step, clock.tokens):
+            clock.warmup_steps, clock.warmup_tokens = step, clock.tokens
         seconds = time.perf_counter() - started
         clock.seconds += seconds
         return StepRecord(
@@ -261,40 +261,37 @@ class _Run:
         )
 
     def _backward(self, batch: dict[str, Any]) -> Tensor:
-        """Gradients of the mean over the batch, micro-batch by micro-batch; returns that mean over all processes."""
+        """Accumulate the gradients of the mean loss over the micro-batches; returns the mean over all processes."""
         parts = split(batch, self.config.micro_batch)
-        total = torch.zeros((), device=self.here.device)
+        total = torch.zeros((), device=self.group.device)
         for i, part in enumerate(parts):
-            with self.here.accumulate(self.model, i == len(parts) - 1), self._autocast():
-                loss = self.task.loss(self.called, part) / len(parts)
+            with self.group.accumulate(self.model, i == len(parts) - 1), self._autocast():
+                loss = self.task.loss(self.compiled, part) / len(parts)
                 loss.backward()
             total += loss.detach()
-        return self.here.mean(total)
+        return self.group.mean(total)
 
     def _clip(self) -> float:
-        """The norm of all gradients, before they are shortened. Where it is not finite they stay as they are, so that
-        the watcher can say whose gradient it was."""
+        """Clip the gradients and return their norm before. A norm that is not finite leaves them as they are, so that
+        the watcher can name the tensor."""
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         found: Any = nn.utils.get_total_norm([p.grad for p in params])
-        norm, limit = (
-            float(found.full_tensor() if hasattr(found, "full_tensor") else found),
-            self.config.optim.clip_norm,
-        )
-        if limit is not None and math.isfinite(norm):
-            nn.utils.clip_grads_with_norm_(params, limit, found)
+        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
+        if self.config.optim.clip_norm is not None and math.isfinite(norm):
+            nn.utils.clip_grads_with_norm_(params, self.config.optim.clip_norm, found)
         return norm
 
-    def _count(self, finite: bool, number: int) -> None:
+    def _count_skips(self, finite: bool, step: int) -> None:
         state = self.state
         state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
         if not finite:
             state.skipped += 1
-            reason = "the loss or its gradient is not finite; weights and state stay as they were"
-            self._event(EventKind.SKIPPED, step=number, reason=reason)
-            self.line.say(f"step {number}  skipped: {reason}")
+            reason = "the loss or its gradient is not finite; weights and optimizer state are unchanged"
+            self.log.event(EventKind.SKIPPED, step=step, reason=reason)
+            self.line.print(f"step {step}  skipped: {reason}")
 
     def _rms(self) -> float | None:
-        """The largest RMS_t of the step, if the optimizer measures it; 2.3 is the paper's alarm."""
+        """The largest RMS_t of the step, if the optimizer measures it."""
         rms = getattr(self.optimizer, "rms", torch.empty(0))
         finite = rms[rms.isfinite()]
         return float(finite.max()) if finite.numel() else None
@@ -302,14 +299,14 @@ class _Run:
     def _autocast(self) -> Any:
         if self.config.autocast == "off":
             return nullcontext()
-        return torch.autocast(self.here.device.type, getattr(torch, self.config.autocast))
+        return torch.autocast(self.group.device.type, getattr(torch, self.config.autocast))
 
-    # --- Beside the steps
+    # --- Evaluation and log
 
     @torch.no_grad()
     def _evaluate(self) -> bool:
-        """At full length; True if the run has diverged."""
-        config, state = self.config, self.state
+        """Validate at full length; True if the run has diverged."""
+        config, state, clock = self.config, self.state, self.state.clock
         self.model.eval()
         batches = self.task.batches("validation", 0)
         sums: dict[str, Tensor] = {}
@@ -317,114 +314,109 @@ class _Run:
             with self._autocast():
                 found = self.task.evaluate(self.model, batches.next(self.task.eval_batch))
             for name, x in found.items():
-                sums[name] = sums.get(name, torch.zeros((), device=self.here.device)) + x.detach().float()
+                sums[name] = sums.get(name, torch.zeros((), device=self.group.device)) + x.detach().float()
         self.model.train()
-        means = {name: self.here.mean(x / config.eval_batches).item() for name, x in sums.items()}
+        means = {name: self.group.mean(x / config.eval_batches).item() for name, x in sums.items()}
         loss = means["loss"]
-        self._event(
-            EventKind.EVALUATED, step=state.clock.step, tokens=state.clock.tokens, seconds=state.clock.seconds, **means
-        )
-        self.line.say(f"step {state.clock.step}  validation " + "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
+        self.log.event(EventKind.EVALUATED, step=clock.step, tokens=clock.tokens, seconds=clock.seconds, **means)
+        self.line.print(f"step {clock.step}  validation " + "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
+        if self.board is not None:
+            self.board.add("validation", means, clock.step)
+        self.evaluated = (clock.step, loss)
         if state.first_loss is None:
             state.first_loss = loss
-        if self.board is not None:
-            self.board.add("validation", means, state.clock.step)
-        self.evaluated = (state.clock.step, loss)
         if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss
-        bad = config.diverged_at is not None and not loss <= config.diverged_at * state.first_loss
-        state.bad_evaluations = state.bad_evaluations + 1 if bad else 0
-        return self._gives_up(state.bad_evaluations, HOPELESS_EVALUATIONS, "evaluations")
+        state.bad_evaluations = state.bad_evaluations + 1 if self._too_high(loss) else 0
+        return self._diverged(state.bad_evaluations, DIVERGED_EVALUATIONS, "evaluations")
 
-    def _hopeless(self, loss: float) -> bool:
-        """Between evaluations, which may be far apart, the training loss tells."""
-        state, limit = self.state, self.config.diverged_at
-        bad = limit is not None and state.first_loss is not None and not loss <= limit * state.first_loss
-        state.bad_steps = state.bad_steps + 1 if bad else 0
-        return self._gives_up(state.bad_steps, HOPELESS_STEPS, "steps")
+    def _training_diverged(self, loss: float) -> bool:
+        """Check the training loss too: evaluations may be far apart."""
+        self.state.bad_steps = self.state.bad_steps + 1 if self._too_high(loss) else 0
+        return self._diverged(self.state.bad_steps, DIVERGED_STEPS, "steps")
 
-    def _gives_up(self, count: int, most: int, what: str) -> bool:
+    def _too_high(self, loss: float) -> bool:
+        limit, first = self.config.diverged_at, self.state.first_loss
+        return limit is not None and first is not None and not loss <= limit * first
+
+    def _diverged(self, count: int, most: int, what: str) -> bool:
         if count >= most:
             reason = f"{most} {what} in a row above {self.config.diverged_at} times the first validation loss"
-            self._event(EventKind.STOPPED, reason=reason)
+            self.log.event(EventKind.STOPPED, reason=reason)
         return count >= most
 
     def _record(self, record: StepRecord) -> None:
         before = self.log.pending_error
         self.log.step(record)
         if self.log.pending_error and not before:
-            self.line.say(f"step {record.step}  the log cannot be written: {self.log.pending_error}; its lines wait")
+            self.line.print(f"step {record.step}  cannot write the log: {self.log.pending_error}; its lines are kept")
         totals = self.watcher.write(record.step, totals=self.board is not None)
         for alarm in self.watcher.alarms:
-            self.line.say(str(alarm))
+            self.line.print(str(alarm))
         if self.board is not None:
             self.board.add("train", record.to_json(), record.step)
             self.board.add("watch", totals, record.step)
 
+    # --- Checkpoints
+
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
         self.saved = step
-        generators = self.here.gather(read_generators(self.here.device))
+        generators = self.group.gather(read_generators(self.group.device))
         state: dict[str, Any] = {"progress": asdict(self.state), "data": self.batches.state()}
         state |= {"generators": generators, "watch": self.watcher.state()}
         loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
         try:
             path = self.checkpoints.save(step, self.model, self.optimizer, state, validation_loss=loss)
-        except OSError as error:
-            # A full disk must not cost the run: what was saved before is still there.
-            self._event(EventKind.CHECKPOINT_FAILED, step=step, reason=f"{error.strerror or error}")
-            self.line.say(f"step {step}  no checkpoint: {error.strerror or error}; earlier ones are intact, going on")
+        except OSError as error:  # a full disk does not end the run: earlier checkpoints are still there
+            reason = f"{error.strerror or error}"
+            self.log.event(EventKind.CHECKPOINT_FAILED, step=step, reason=reason)
+            self.line.print(f"step {step}  no checkpoint: {reason}; earlier ones are intact, training continues")
             return
-        self._event(EventKind.CHECKPOINT, step=step, path=path.name, seconds=round(time.perf_counter() - started, 3))
+        seconds = round(time.perf_counter() - started, 3)
+        self.log.event(EventKind.CHECKPOINT, step=step, path=path.name, seconds=seconds)
 
     def load(self, step: int | None, *, force: bool = False) -> None:
-        steps = self.checkpoints.list_steps()
-        if not steps:
-            raise RunError(f"{self.checkpoints.folder} has no complete checkpoint; start the run anew")
-        chosen = steps[-1] if step is None else step
-        if chosen not in steps:
-            raise RunError(f"there is no checkpoint of step {chosen}; there are {', '.join(map(str, steps))}")
+        chosen = self.checkpoints.choose(step)
         saved = self._load_weights(chosen)
-        # Forced on to other data or another order, a run goes on at the same number of rows.
+        # With --force the data may differ; only the number of rows read is kept.
         position = {"position": saved["data"]["position"]}
         self.source.load(self.source.state() | position if force else saved["data"])
-        if len(saved["generators"]) == self.here.world:
-            restore_generators(saved["generators"][self.here.rank], self.here.device)
+        if len(saved["generators"]) == self.group.world:
+            restore_generators(saved["generators"][self.group.rank], self.group.device)
         else:
-            torch.manual_seed(mix_seed(self.config.seed, chosen, self.here.rank))
+            torch.manual_seed(mix_seed(self.config.seed, chosen, self.group.rank))
         self.saved = chosen
-        self.checkpoints.forget_after(chosen)
+        self.checkpoints.remove_after(chosen)
         self.log.truncate(chosen)
-        self._event(EventKind.RESUMED, step=chosen, processes=self.here.world)
+        self.log.event(EventKind.RESUMED, step=chosen, processes=self.group.world)
 
     def _roll_back(self, alarm: Alarm) -> bool:
-        """To the last checkpoint, and on with the batches that come next: those since then are left out."""
-        self.watcher.wants_back = None
-        steps, at = self.checkpoints.list_steps(), self.state.clock.step
-        returns = self.returns.get(steps[-1], 0) if steps else MOST_RETURNS
-        if returns >= MOST_RETURNS:
-            why = f"{returns} times already" if steps else "there is no checkpoint yet"
-            self._event(EventKind.NOT_ROLLED_BACK, step=at, reason=f"{alarm.kind} in {alarm.where}; {why}")
-            self.line.say(f"step {at}  not rolled back: {why}")
+        """Load the last checkpoint and continue with the next batches: those since the checkpoint are left out."""
+        self.watcher.rollback_alarm = None
+        steps, now = self.checkpoints.list_steps(), self.state.clock.step
+        count = self.rollbacks.get(steps[-1], 0) if steps else MAX_ROLLBACKS
+        cause = f"{alarm.kind} in {alarm.where}"
+        if count >= MAX_ROLLBACKS:
+            why = f"{count} times already" if steps else "there is no checkpoint yet"
+            self.log.event(EventKind.NOT_ROLLED_BACK, step=now, reason=f"{cause}; {why}")
+            self.line.print(f"step {now}  not rolled back: {why}")
             return False
-        self.returns[steps[-1]] = returns + 1
+        self.rollbacks[steps[-1]] = count + 1
         self._load_weights(steps[-1])
-        self.here.barrier()  # nobody writes to a log that is being cut
+        self.group.barrier()  # no process writes to the log while it is truncated
         self.log.truncate(steps[-1])
-        self._event(EventKind.ROLLED_BACK, step=at, to=steps[-1], reason=f"{alarm.kind} in {alarm.where}")
-        self.line.say(f"step {at}  back to step {steps[-1]}: {alarm.kind} in {alarm.where}")
+        self.log.event(EventKind.ROLLED_BACK, step=now, to=steps[-1], reason=cause)
+        self.line.print(f"step {now}  back to step {steps[-1]}: {cause}")
         return True
 
     def _load_weights(self, step: int) -> dict[str, Any]:
-        """Model, optimizer, clocks and windows as they were; returns what else was saved."""
+        """Restore model, optimizer, clocks and watcher; returns everything that was saved."""
         saved = self.checkpoints.load(step, self.model, self.optimizer)
         progress = saved["progress"]
         self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
         self.watcher.load(saved.get("watch"), step)
         return saved
-
-    def _event(self, kind: EventKind, **values: Any) -> None:
-        self.log.event(kind, **values)
 
 
 def _facts(task: Task) -> dict[str, Any]:
@@ -433,7 +425,7 @@ def _facts(task: Task) -> dict[str, Any]:
 
 
 def count_params(model: nn.Module) -> int:
-    """How large a model is called: as it counts itself (a GPT counts its blocks' matrices), or all it has."""
+    """The model's own count if it has one (a GPT counts the matrices of its blocks), or all parameters."""
     counted = getattr(model, "count_params", lambda: sum(p.numel() for p in model.parameters()))
     return int(counted())
 
@@ -449,7 +441,7 @@ def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:
 
 
 def _check_sizes(config: RunConfig, world: int) -> None:
-    """Every batch of the run splits over processes and micro-batches."""
+    """Every batch of the run must split over processes and micro-batches."""
     parts = world * (config.micro_batch or 1)
     for size in batch_sizes(config):
         if size % parts:

@@ -1,30 +1,37 @@
-"""What a config will do, before it does it: learning rate, length and batch over steps and tokens."""
+"""Simulate the schedules of a config without a model: learning rate, length and batch size over steps and tokens."""
 
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 from trimtab.schedule import Plan, draw, plan
 from trimtab.train.config import RunConfig
 
 
-class Picture(NamedTuple):
+class Drawing(NamedTuple):
     text: str
     svg: str
 
 
-def foretell(config: RunConfig) -> Plan:
-    schedule = config.schedule
+def simulate(config: RunConfig) -> Plan:
     return plan(
-        rate=schedule.lr,
+        rate=config.schedule.lr,
         peak=config.optim.lr,
-        batch=schedule.batch if schedule.batch.start < schedule.batch.end else config.batch,
-        context=schedule.seqlen.end,
+        batch=config.batch_warmup,
+        context=config.model.context,
         steps=config.steps,
         tokens=config.tokens,
-        seqlen=schedule.seqlen if schedule.seqlen.start < schedule.seqlen.end else None,
-        force=schedule.force,
+        seqlen=config.seqlen_warmup,
+        force=config.schedule.force,
     )
 
 
-def draw_plan(config: RunConfig) -> Picture:
-    future = foretell(config)
-    return Picture("\n\n".join([draw(future, "table"), draw(future, "text")]), draw(future, "svg"))
+def draw_plan(config: RunConfig) -> Drawing:
+    result = simulate(config)
+    return Drawing("\n\n".join([draw(result, "table"), draw(result, "text")]), draw(result, "svg"))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "foretell":
+        warnings.warn("foretell is now called simulate", DeprecationWarning, stacklevel=2)
+        return simulate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,29 +1,31 @@
-"""One process or many: who we are, how a model is spread, and sums over all of us.
+"""One process or many: rank, device, collectives, and how a model is distributed.
 
-`torchrun --nproc-per-node 2 -m trimtab train ...` starts several; gloo on CPUs, NCCL on GPUs. Everything here does
-nothing where there is only one.
+`torchrun --nproc-per-node 2 -m trimtab train ...` starts several, with gloo on CPUs and NCCL on GPUs. With one process
+all of this does nothing.
 """
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trimtab.runs import RunError, lock_folder
 from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
 Result = TypeVar("Result")
-# What gloo and NCCL say when somebody no longer answers.
+# Words in the errors of gloo and NCCL when another process does not answer.
 _LOST = ("connection", "peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
 
 
 class ProcessLost(RuntimeError):
-    """One of several processes has died, so the others cannot go on."""
+    """Another process has ended, so this one cannot continue."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Processes:
             dist.barrier()
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of a tensor over all processes, weighted alike."""
+        """The mean over all processes."""
         if self.world == 1:
             return x
         x = x.detach().clone()
@@ -50,39 +52,43 @@ class Processes:
         return x / self.world
 
     def any(self, flag: bool) -> bool:
-        """Whether one of us says so. Decisions must be made together, or the next collective hangs."""
-        if self.world == 1:
-            return flag
-        x = torch.tensor(float(flag), device=self.device)
-        dist.all_reduce(x)
-        return bool(x > 0)
+        """Whether the flag is set on any process. All must decide alike, or the next collective hangs."""
+        return bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each process says, in the order of ranks."""
+        """The values of all processes, by rank."""
         if self.world == 1:
             return [value]
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value)
         return found
 
-    def together(self, work: Callable[[], Result]) -> Result:
-        """Do something on every process; where the disk fails one of us, it fails all, or the others would wait."""
-        result, error = None, None
+    def run_on_all(self, work: Callable[[], Result]) -> Result:
+        """Call `work` on every process. An OSError or RunError of one is raised by all, so that none waits forever."""
+        result: Result | None = None
+        error: OSError | RunError | None = None
         try:
             result = work()
-        except OSError as caught:
+        except (OSError, RunError) as caught:
             error = caught
-        for failed in self.gather(None if error is None else (error.errno, error.strerror or str(error))):
+        for failed in self.gather(error):
             if failed is not None:
-                raise error or OSError(*failed)
-        return result  # type: ignore[return-value]
+                raise error or failed
+        return cast(Result, result)
 
-    def lost(self, error: RuntimeError) -> bool:
-        """Whether an error means that another process is gone."""
+    @contextmanager
+    def locked(self, folder: Path) -> Iterator[None]:
+        """The first process locks the folder. All raise RunError if it is in use."""
+        with ExitStack() as stack:
+            self.run_on_all(lambda: stack.enter_context(lock_folder(folder)) if self.rank == 0 else None)
+            yield
+
+    def is_lost(self, error: RuntimeError) -> bool:
+        """Whether an error means that another process has ended."""
         return self.world > 1 and any(word in str(error).lower() for word in _LOST)
 
-    def spread(self, model: nn.Module) -> nn.Module:
-        """The model as the loop calls it."""
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model with DDP or FSDP2."""
         if self.world == 1:
             return model
         if self.parallel == "ddp":
@@ -95,34 +101,26 @@ class Processes:
         return fully_shard(model)  # type: ignore[return-value]
 
     def accumulate(self, model: nn.Module, last: bool) -> Any:
-        """Around the backward pass of a micro-batch: gradients are exchanged only after the last."""
+        """The context of a micro-batch's backward pass: gradients are exchanged only after the last one."""
         if self.world == 1 or last:
             return nullcontext()
         if self.parallel == "ddp":
             return model.no_sync()  # type: ignore[operator]
-        return _unsynced(model)
-
-
-@contextmanager
-def _unsynced(model: Any) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
+        stack, set_sync = ExitStack(), cast(Any, model).set_requires_gradient_sync
+        set_sync(False)
+        stack.callback(set_sync, True)
+        return stack
 
 
 @contextmanager
 def processes(parallel: Parallel) -> Iterator[Processes]:
-    """Join the others if torchrun started us, and leave them at the end."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    """Join the process group if torchrun started this process, and leave it at the end."""
     gpus = torch.cuda.device_count()
-    if world == 1 and not dist.is_initialized():
+    started = not dist.is_initialized()
+    if os.environ.get("WORLD_SIZE", "1") == "1" and started:
         yield Processes(device=torch.device("cuda" if gpus else "cpu"), parallel=parallel)
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if gpus else torch.device("cpu")
-    started = not dist.is_initialized()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else CPU
     if started:
         if gpus:
             torch.cuda.set_device(device)

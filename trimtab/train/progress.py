@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line that stays in place on a terminal, plain lines elsewhere."""
+"""The progress of a run on the screen: one line that is updated on a terminal, plain lines elsewhere."""
 
 import time
 
@@ -8,8 +8,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from trimtab.runs import StepRecord
 
 
-class Line:
-    """Shows where a run is. Only the first process has something to show."""
+class ProgressLine:
+    """Prints steps and messages; with `shows=False`, as on all processes but the first, it prints nothing."""
 
     def __init__(
         self, *, steps: int, tokens: int | None, every: int, shows: bool, console: Console | None = None
@@ -17,8 +17,8 @@ class Line:
         self.console = console or Console()
         self.total, self.unit = (tokens, "tokens") if tokens is not None else (steps, "step")
         self.every, self.shows = every, shows
-        self.first: tuple[float, int] | None = None
-        self.rate = 0.0
+        self.first: tuple[float, int] | None = None  # time and position of the first line
+        self.tokens_per_s = 0.0
         self.live: Progress | None = None
         if shows and self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn(compact=True))
@@ -29,19 +29,16 @@ class Line:
     def show(self, record: StepRecord) -> None:
         if not self.shows:
             return
-        seconds = max(record.step_seconds, 1e-9)
-        speed = record.batch * record.length / seconds
-        self.rate = speed if self.rate == 0 else 0.9 * self.rate + 0.1 * speed
-        text = (
-            f"step {record.step}  loss {record.loss:.4f}  lr {record.lr:.2e}  length {record.length}  "
-            f"{self.rate:,.0f} tokens/s"
-        )
+        speed = record.batch * record.length / max(record.step_seconds, 1e-9)
+        self.tokens_per_s = speed if self.tokens_per_s == 0 else 0.9 * self.tokens_per_s + 0.1 * speed
+        text = f"step {record.step}  loss {record.loss:.4f}  lr {record.lr:.2e}  length {record.length}  "
+        text += f"{self.tokens_per_s:,.0f} tokens/s"
         if self.live is not None:
             self.live.update(self.task, description=text, completed=min(getattr(record, self.unit), self.total))
         elif record.step % self.every == 0 or record.step == 1:
-            self.console.print(f"{text}  {self._left(record)}", highlight=False, soft_wrap=True)
+            self.print(f"{text}  {self._time_left(getattr(record, self.unit))}")
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self.shows:
             (self.live.console if self.live is not None else self.console).print(text, highlight=False, soft_wrap=True)
 
@@ -50,8 +47,7 @@ class Line:
             self.live.stop()
             self.live = None
 
-    def _left(self, record: StepRecord) -> str:
-        done = getattr(record, self.unit)
+    def _time_left(self, done: int) -> str:
         if self.first is None:
             self.first = (time.perf_counter(), done)
             return ""

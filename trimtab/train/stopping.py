@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, turned into a wish that is read between two steps: of one run, or of a sweep."""
+"""Ctrl-C and SIGTERM as a request that a run or a sweep reads between two steps."""
 
 import signal
 import threading
@@ -6,29 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trimtab.runs import End
 
-class Asked:
-    """Whether somebody asked us to stop, and how."""
 
-    name: str | None = None
+class StopRequest:
+    name: End | None = None  # the reason, once there is a request
 
 
 @contextmanager
-def catch_signals() -> Iterator[Asked]:
-    """Ctrl-C and SIGTERM are noted. A second Ctrl-C ends everything at once."""
-    asked = Asked()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
+def catch_signals() -> Iterator[StopRequest]:
+    """Record Ctrl-C and SIGTERM. A second Ctrl-C raises KeyboardInterrupt at once."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
+        yield request
         return
 
-    def note(number: int, _: Any) -> None:
-        if asked.name is not None and number == signal.SIGINT:
+    def record(number: int, _: Any) -> None:
+        if request.name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.name = "interrupted" if number == signal.SIGINT else "terminated"
+        request.name = End.INTERRUPTED if number == signal.SIGINT else End.TERMINATED
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

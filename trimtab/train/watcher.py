@@ -1,8 +1,4 @@
-"""The watcher of a run: what it sees goes to the run's files, and a wish to go back waits until the step is written.
-
-signals.jsonl   every `watch.record_every` steps, and at every step with an alarm
-events.jsonl    the alarms, and what was done about them
-"""
+"""The watcher of a run: writes signals and alarms to the run's files, and keeps a rollback request for the loop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,31 +10,29 @@ from trimtab.runs import EventKind, RunLog
 from trimtab.train.config import RunConfig
 from trimtab.watch import Alarm, Rules, Watch
 
-IGNORED = Rules().ignore
-
 
 class Watcher:
-    """`trimtab.watch.Watch` as a run has it, or nothing where `watch.every` is 0."""
+    """`trimtab.watch.Watch` with the config of a run. Does nothing if `watch.every` is 0."""
 
     def __init__(self, config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, log: RunLog) -> None:
         self.config, self.log = config.watch, log
-        self.wants_back: Alarm | None = None  # roll back, and why
+        self.rollback_alarm: Alarm | None = None  # the alarm that requires a rollback, if there is one
         self.alarms: list[Alarm] = []  # of the last step
         self.watch: Watch | None = None
         if self.config.every:
-            ignore = min(IGNORED, config.steps // 20) if self.config.ignore is None else self.config.ignore
+            ignore = min(Rules().ignore, config.steps // 20) if self.config.ignore is None else self.config.ignore
             self.watch = Watch(
                 model,
                 optimizer,
                 every=self.config.every,
                 deep_every=self.config.deep_every,
-                taps=not config.compile,  # listening breaks a compiled graph
-                actions=self.config.actions(self._ask),
+                taps=not config.compile,  # taps break a compiled graph
+                actions=self.config.actions(self._request_rollback),
                 rules=Rules(ignore=ignore),
             )
 
     def skip(self) -> None:
-        """Instead of the optimizer's step: the gradients that were left out are looked at all the same."""
+        """Call in place of the optimizer's step: the gradients of a skipped step are measured too."""
         if self.watch is not None:
             self.watch.skip()
 
@@ -46,15 +40,15 @@ class Watcher:
         self.alarms = self.watch.step(loss, grad_norm=grad_norm) if self.watch is not None else []
 
     def write(self, step: int, *, totals: bool = False) -> dict[str, Any]:
-        """Put the step on record; returns its totals, if they are asked for and there was a look."""
+        """Write signals every `record_every` steps and at alarms; returns the totals of the step, if there are any."""
         for alarm in self.alarms:
             self.log.event(EventKind.ALARM, **alarm.to_json())
         due = bool(self.alarms) or step % self.config.record_every == 0
-        # Asked for only where there is one: cleaning a record takes as long as a small layer's step.
+        # Making a record takes as long as the step of a small layer, so it is made only if it is used.
         if self.watch is None or step % self.config.every or not (due or totals):
             return {}
         record = self.watch.record
-        if record.get("step") != step:  # it has switched itself off
+        if record.get("step") != step:  # the watch has switched itself off
             return {}
         if due:
             self.log.signals(record)
@@ -64,12 +58,12 @@ class Watcher:
         return None if self.watch is None else self.watch.state_dict()
 
     def load(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Go on after `step`. A checkpoint of a run that nobody watched has no windows to go on with."""
-        self.wants_back, self.alarms = None, []
+        """Continue after `step`. `state` is None if the checkpoint has no detector state."""
+        self.rollback_alarm, self.alarms = None, []
         if self.watch is not None:
             self.watch.steps = step
             if state is not None:
                 self.watch.load_state_dict(state)
 
-    def _ask(self, alarm: Alarm) -> None:
-        self.wants_back = alarm
+    def _request_rollback(self, alarm: Alarm) -> None:
+        self.rollback_alarm = alarm

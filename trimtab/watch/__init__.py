@@ -1,10 +1,10 @@
-"""SIGNALS: statistics of one step, spike and drift detection, alarms; usable from any loop.
+"""LIVE SIGNALS of a running training, in any loop: measurements of every step, alarms, actions. Reads no files.
 
     watch = Watch(model, optimizer)
     ...
     for alarm in watch.step(loss): print(alarm)
 
-watch.py ties it together; signals.py, totals.py and taps.py measure, events.py judges, actions.py acts.
+watch.py: the public class; signals.py, totals.py, taps.py: measurements; events.py: alarm rules; actions.py: actions.
 """
 
 from trimtab.watch.actions import Actions

@@ -1,20 +1,22 @@
-"""From signals to alarms: spikes, drift, vanishing gradients, growing logits, numbers that are none.
+"""Alarm rules: from signals to alarms.
 
     rms spike            RMS_t >= 2.3 in some tensor
-    loss spike           loss >= running mean + 3.2 running deviations, at least twice inside 10 steps
-    non-finite           a NaN or an Inf in a loss, gradient, parameter, second moment or layer
+    loss spike           loss >= running mean + 3.2 running deviations, at least twice within 10 steps
+    non-finite           NaN or Inf in a loss, gradient, parameter, update or layer
     gradient near eps    0 < RMS of a gradient < 10 eps
-    attention logits     the largest one within a tenth of the critical 1e4
-    drift                log Z, output logits or a parameter's RMS moved one way for five windows, and far
+    attention logits     largest logit >= a tenth of the critical value 1e4
+    drift                log Z, logits or a parameter's RMS moved far, in one direction over five windows
 
-What follows within 10 steps is the same event, told once. What is not finite enters no window. All constants are
-fields of `Rules`; the state is plain numbers, so a resumed run continues its windows exactly.
+Repetitions within 10 steps belong to the same event and give no new alarm. Non-finite values enter no window. All
+constants are fields of `Rules`. The state is plain numbers, so a resumed run continues its windows exactly.
 
-Wortsman et al. 2023a, appendix, for the spikes; Wortsman et al. 2023b, sections 3 and 4, for logits and eps.
+Sources: [S] Wortsman et al. 2023, Stable and low-precision training, appendix (spike analysis);
+[P] Wortsman et al. 2023, Small-scale proxies for large-scale Transformer training instabilities.
 """
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,21 +28,21 @@ Records = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Every constant of the detector."""
+    """Every constant of the detector, with its source; "ours" where no paper gives a number."""
 
-    rms: float = 2.3  # RMS_t of a spike
-    deviations: float = 3.2  # above the running mean, of a loss spike
-    window: int = 100  # losses in the running mean; steps in one window of a drift
-    fewest: int = 20  # losses before they are judged
-    ignore: int = 1000  # first steps without spikes and drift: everything moves there
-    gap: int = 10  # steps; what is closer is one event
-    deviating: int = 2  # losses inside `gap` that make a spike
-    eps_margin: float = 10.0  # a gradient below this many eps
-    logits_critical: float = 1e4
-    logits_share: float = 0.1  # of the critical value, from which to warn
-    drift_windows: int = 5  # that all move the same way
-    drift_logz: float = 3.0  # how far log Z moves in that time
-    drift_factor: float = 2.0  # by how much logits and parameters grow or shrink
+    rms: float = 2.3  # RMS_t of a spike [S]
+    deviations: float = 3.2  # standard deviations above the running mean that make a loss deviate [S]
+    window: int = 100  # losses in the running mean, and steps in one drift window; ours
+    fewest: int = 20  # losses needed before the first is judged; ours
+    ignore: int = 1000  # first steps without spike and drift alarms, because everything changes there [S]
+    gap: int = 10  # events closer than this many steps are one [S]
+    deviating: int = 2  # deviating losses within `gap` that make a loss spike [S]
+    eps_margin: float = 10.0  # alarm for gradients below this many eps; [P] section 3.4 observes the effect
+    logits_critical: float = 1e4  # every run above it had diverged: [P] section 3.3
+    logits_share: float = 0.1  # share of the critical value that gives an alarm; ours: at 1e3 the loss already suffers
+    drift_windows: int = 5  # windows that must all move in one direction; ours
+    drift_logz: float = 3.0  # change of log Z over these windows; ours, for the divergence in [P] section 3.1
+    drift_factor: float = 2.0  # growth or shrinkage of logits and parameters over these windows; ours
 
     def __post_init__(self) -> None:
         for name in ("window", "fewest", "gap", "deviating", "drift_windows"):
@@ -54,66 +56,64 @@ class Rules:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Something worth looking at. `str(alarm)` is one line for people."""
+    """One alarm. `str(alarm)` is one line: step, kind, place, value, usual range, advice."""
 
     step: int
     kind: str
-    where: str  # the tensor or layer; the worst one if there are several
+    where: str  # the tensor or layer; if several, the worst one
     signal: str
     value: float
     usual: tuple[float, float]
     advice: str
-    also: tuple[str, ...] = ()  # where else, at the same step
+    also: tuple[str, ...] = ()  # other tensors or layers with the same alarm at this step
 
     def __str__(self) -> str:
         more = f" and {len(self.also)} more" if self.also else ""
         low, high = self.usual
         usual = "" if math.isnan(low) else f" (usually {low:.3g} to {high:.3g})"
-        value = (
-            "" if math.isnan(self.value) and self.kind != "non-finite" else f": {self.signal} {self.value:.4g}{usual}"
-        )
+        shown = not math.isnan(self.value) or self.kind == "non-finite"
+        value = f": {self.signal} {self.value:.4g}{usual}" if shown else ""
         return f"step {self.step}: {self.kind} in {self.where}{more}{value}. {self.advice}"
 
     def to_json(self) -> dict[str, Any]:
-        """For a line of events.jsonl: what is not a finite number becomes null."""
+        """A dict for JSON; non-finite numbers become None."""
         found = asdict(self) | {"usual": [x if math.isfinite(x) else None for x in self.usual], "also": list(self.also)}
         return found | {"value": self.value if math.isfinite(self.value) else None}
 
 
-NOTHING = (math.nan, math.nan)
+NO_RANGE = (math.nan, math.nan)
 
 
 @dataclass
 class Detector:
-    """The windows. Everything in `state_dict` is JSON."""
+    """Running windows of all signals. Everything in `state_dict` is JSON."""
 
     rules: Rules
-    every: int = 1  # steps between two looks at the tensors
+    every: int = 1  # steps between two measurements of the tensors
     losses: list[float] = field(default_factory=list)
     best: float | None = None
-    deviating: list[int] = field(default_factory=list)  # steps of the last `gap` whose loss deviated
-    last: dict[str, int] = field(default_factory=dict)  # the last step of each event
+    deviating: list[int] = field(default_factory=list)  # steps among the last `gap` whose loss deviated
+    last: dict[str, int] = field(default_factory=dict)  # last step of each event
     usual: dict[str, list[float]] = field(default_factory=dict)  # running mean, mean square, count
-    drifts: dict[str, list[Any]] = field(default_factory=dict)  # number, sum and count of a window; means of old ones
+    drifts: dict[str, list[Any]] = field(default_factory=dict)  # window number, sum, count, means of closed windows
 
     STATE = ("losses", "best", "deviating", "last", "usual", "drifts")
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: _copy(getattr(self, name)) for name in self.STATE}
+        return {name: deepcopy(getattr(self, name)) for name in self.STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         missing = [name for name in self.STATE if name not in state]
         if missing:
-            raise ValueError(f"this is no state of a watcher: it has no {', '.join(missing)}")
+            raise ValueError(f"not a detector state: missing {', '.join(missing)}")
         for name in self.STATE:
-            setattr(self, name, _copy(state[name]))
+            setattr(self, name, deepcopy(state[name]))
 
     # --- Losses
 
-    def see_loss(self, step: int, loss: float) -> list[Alarm]:
-        rules, finite = self.rules, math.isfinite(loss)
-        known = self.losses
-        deviates, usual = False, NOTHING
+    def check_loss(self, step: int, loss: float) -> list[Alarm]:
+        rules, known, finite = self.rules, self.losses, math.isfinite(loss)
+        deviates, usual = False, NO_RANGE
         if len(known) >= rules.fewest and step > rules.ignore:
             mean = math.fsum(known) / len(known)
             sigma = math.sqrt(math.fsum((x - mean) ** 2 for x in known) / len(known))
@@ -123,73 +123,71 @@ class Detector:
             self.losses = [*known, loss][-rules.window :]
             self.best = loss if self.best is None else min(self.best, loss)
         alarms = []
-        if not finite and self._is_new("non-finite", "loss", step):
-            alarms.append(self._alarm(step, "non-finite", "loss", "loss", loss, usual))
+        if not finite and self._is_new("non-finite loss", step):
+            alarms.append(Alarm(step, "non-finite", "loss", "loss", loss, usual, advise("non-finite", "loss")))
         if deviates:
             self.deviating = [s for s in self.deviating if step - s < rules.gap] + [step]
-            enough = len(self.deviating) >= rules.deviating
-            if enough and self._is_new("loss spike", "loss", step):
-                alarms.append(self._alarm(self.deviating[0], "loss spike", "loss", "loss", loss, usual))
+            if len(self.deviating) >= rules.deviating and self._is_new("loss spike loss", step):
+                advice = advise("loss spike", "loss")
+                alarms.append(Alarm(self.deviating[0], "loss spike", "loss", "loss", loss, usual, advice))
         return alarms
 
-    def loss_ratio(self, loss: float, best: float | None) -> float:
-        """Of this loss to the best one before it; 1 at the first step."""
-        if best is None:
-            return 1.0 if math.isfinite(loss) else math.inf
-        return loss / best if math.isfinite(loss) and best else math.inf if not math.isfinite(loss) else math.nan
+    def loss_ratio(self, loss: float) -> float:
+        """The loss over the best loss so far; 1 at the first step (Li et al. 2022, section 3)."""
+        if not math.isfinite(loss):
+            return math.inf
+        if self.best is None:
+            return 1.0
+        return loss / self.best if self.best else math.nan
 
     # --- Tensors and layers
 
     def spiking(self, step: int, rms: Mapping[str, float]) -> dict[str, float]:
-        """The tensors whose RMS_t is one of a spike."""
+        """The tensors whose RMS_t is a spike."""
         return {} if step <= self.rules.ignore else {n: x for n, x in rms.items() if x >= self.rules.rms}
 
-    def see_tensors(self, step: int, tensors: Records, hints: Mapping[str, Any]) -> list[Alarm]:
-        rules = self.rules
-        rms = {name: x["rms"] for name, x in tensors.items()}
-        near = {
-            name: x["grad_rms"]
-            for name, x in tensors.items()
-            if x["eps_share"] > 1 / (1 + rules.eps_margin) and x["grad_rms"] > 0
-        }
-        alarms = self._tell(step, "rms spike", "rms", self.spiking(step, rms), hints)
-        alarms += self._tell(step, "gradient near eps", "grad_rms", near, hints, smallest=True)
+    def check_tensors(self, step: int, tensors: Records, hints: Mapping[str, Any]) -> list[Alarm]:
+        """`hints` are the hyper-parameters of each tensor, for the advice."""
+        largest_share = 1 / (1 + self.rules.eps_margin)
+        near = {n: x["grad_rms"] for n, x in tensors.items() if x["eps_share"] > largest_share and x["grad_rms"] > 0}
+        spiking = self.spiking(step, {name: x["rms"] for name, x in tensors.items()})
+        alarms = self._report(step, "rms spike", "rms", spiking, hints=hints)
+        alarms += self._report(step, "gradient near eps", "grad_rms", near, hints=hints, name_first="smallest")
+        # RMS_t is not checked: it is NaN without a second moment, and these three show when it is not finite.
         for signal in ("grad_rms", "param_rms", "update_rms"):
-            # RMS_t has no value of its own where there is no second moment, and these are not finite where it is not.
-            broken = {name: x[signal] for name, x in tensors.items() if not math.isfinite(x[signal])}
-            alarms += self._tell(step, "non-finite", signal, broken, hints, first=True)
+            alarms += self._report_broken(step, signal, tensors, hints)
         for name, x in tensors.items():
-            self._remember(f"{name} rms", x["rms"])
-            self._remember(f"{name} grad_rms", x["grad_rms"])
+            self._update_range(f"{name} rms", x["rms"])
+            self._update_range(f"{name} grad_rms", x["grad_rms"])
         return alarms
 
-    def see_layers(self, step: int, layers: Records) -> list[Alarm]:
+    def check_layers(self, step: int, layers: Records) -> list[Alarm]:
         limit = self.rules.logits_share * self.rules.logits_critical
         attention = {name: x["logit_max"] for name, x in layers.items() if "entropy" in x}
         near = {name: x for name, x in attention.items() if x >= limit}
-        alarms = self._tell(step, "attention logits", "logit_max", near, {})
+        alarms = self._report(step, "attention logits", "logit_max", near)
         for signal in ("logit_max", "out_max", "logz"):
-            broken = {n or "output": x[signal] for n, x in layers.items() if not math.isfinite(x.get(signal, 0.0))}
-            alarms += self._tell(step, "non-finite", signal, broken, {}, first=True)
+            alarms += self._report_broken(step, signal, layers, {})
         for name, value in attention.items():
-            self._remember(f"{name} logit_max", value)
+            self._update_range(f"{name} logit_max", value)
         return alarms
 
-    def see_drift(self, step: int, values: Mapping[tuple[str, str], float]) -> list[Alarm]:
-        """Values by (where, signal); "logz" drifts by a difference, everything else by a factor."""
+    def check_drift(self, step: int, values: Mapping[tuple[str, str], float]) -> list[Alarm]:
+        """Values by (where, signal); "logz" drifts by a difference, every other signal by a factor."""
         alarms = []
         for (where, signal), value in values.items():
             if step <= self.rules.ignore or not math.isfinite(value):
                 continue
-            means = self._fill(f"{where} {signal}", step, value)
-            if means is None or not self._drifted(signal, means):
-                continue
-            self.drifts[f"{where} {signal}"][3] = means[-1:]
-            alarms.append(self._alarm(step, "drift", where, signal, means[-1], (min(means[:2]), max(means[:2]))))
+            key = f"{where} {signal}"
+            means = self._add_to_window(key, step, value)
+            if means is not None and self._drifted(signal, means):
+                self.drifts[key][3] = means[-1:]
+                usual = (min(means[:2]), max(means[:2]))
+                alarms.append(Alarm(step, "drift", where, signal, means[-1], usual, advise("drift", signal)))
         return alarms
 
-    def _fill(self, key: str, step: int, value: float) -> list[float] | None:
-        """Add to this step's window. The means so far, if that closed the one before it."""
+    def _add_to_window(self, key: str, step: int, value: float) -> list[float] | None:
+        """Add to the window of this step. Return the means of the closed windows if this closed another one."""
         number = step // self.rules.window
         state = self.drifts.setdefault(key, [number, 0.0, 0, []])
         closed = state[0] != number and state[2] > 0
@@ -212,74 +210,57 @@ class Detector:
             return abs(last - first) >= self.rules.drift_logz
         return first > 0 and last > 0 and max(last / first, first / last) >= self.rules.drift_factor
 
-    # --- What they share
+    # --- Shared by all rules
 
-    def _tell(
+    def _report_broken(self, step: int, signal: str, records: Records, hints: Mapping[str, Any]) -> list[Alarm]:
+        broken = {n or "output": x[signal] for n, x in records.items() if not math.isfinite(x.get(signal, 0.0))}
+        return self._report(step, "non-finite", signal, broken, hints=hints, name_first="first")
+
+    def _report(
         self,
         step: int,
         kind: str,
         signal: str,
         found: Mapping[str, float],
-        hints: Mapping[str, Any],
         *,
-        smallest: bool = False,
-        first: bool = False,
+        hints: Mapping[str, Any] | None = None,
+        name_first: str = "largest",
     ) -> list[Alarm]:
-        """One alarm for all tensors that are new to the event, named after the worst of them or the first."""
-        fresh = [name for name in found if self._is_new(f"{kind} {signal}", name, step)]
-        if not fresh:
+        """One alarm for all tensors that are new to this event; it is named after one of them."""
+        new = [name for name in found if self._is_new(f"{kind} {signal} {name}", step)]
+        if not new:
             return []
-        worst = fresh[0] if first else (min if smallest else max)(fresh, key=lambda name: found[name])
-        also = tuple(name for name in fresh if name != worst)
-        usual = self._usual(f"{worst} {signal}")
-        return [self._alarm(step, kind, worst, signal, found[worst], usual, hints.get(worst, {}), also)]
+        choose = min if name_first == "smallest" else max
+        worst = new[0] if name_first == "first" else choose(new, key=lambda name: found[name])
+        usual = self._range(f"{worst} {signal}")
+        also = tuple(name for name in new if name != worst)
+        advice = advise(kind, signal, (hints or {}).get(worst, {}))
+        return [Alarm(step, kind, worst, signal, found[worst], usual, advice, also)]
 
-    def _is_new(self, event: str, where: str, step: int) -> bool:
-        key = f"{event} {where}"
-        known = self.last.get(key)
-        self.last[key] = step
+    def _is_new(self, event: str, step: int) -> bool:
+        known = self.last.get(event)
+        self.last[event] = step
         return known is None or not 0 <= step - known <= max(self.rules.gap, self.every)
 
-    def _alarm(
-        self,
-        step: int,
-        kind: str,
-        where: str,
-        signal: str,
-        value: float,
-        usual: tuple[float, float],
-        hints: Mapping[str, Any] | None = None,
-        also: Iterable[str] = (),
-    ) -> Alarm:
-        return Alarm(step, kind, where, signal, value, usual, advise(kind, signal, value, hints or {}), tuple(also))
-
-    def _remember(self, key: str, value: float) -> None:
-        """Running means over about one window of finite values."""
+    def _update_range(self, key: str, value: float) -> None:
+        """Update the running mean and mean square, over about one window of finite values."""
         if not math.isfinite(value):
             return
         mean, square, count = self.usual.get(key, (0.0, 0.0, 0.0))
         share = 1 / (min(count, self.rules.window - 1) + 1)
-        mean, square = mean + share * (value - mean), square + share * (value * value - square)
-        self.usual[key] = [mean, square, count + 1]
+        self.usual[key] = [mean + share * (value - mean), square + share * (value * value - square), count + 1]
 
-    def _usual(self, key: str) -> tuple[float, float]:
-        """Two deviations around the mean, never below zero: these are all sizes."""
+    def _range(self, key: str) -> tuple[float, float]:
+        """Mean ± two deviations, at least zero: all these signals are magnitudes."""
         mean, square, count = self.usual.get(key, (0.0, 0.0, 0.0))
         if count < 2:
-            return NOTHING
+            return NO_RANGE
         sigma = math.sqrt(max(0.0, square - mean * mean))
         return max(0.0, mean - 2 * sigma), mean + 2 * sigma
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what is known of tensors that are gone."""
-        gone = {f"{name} {signal}" for name in names for signal in ("rms", "grad_rms", "param_rms")}
+        """Delete the windows of tensors that no longer exist."""
+        keys = {f"{name} {signal}" for name in names for signal in ("rms", "grad_rms", "param_rms")}
         for windows in (self.usual, self.drifts):
-            for key in gone & windows.keys():
+            for key in keys & windows.keys():
                 del windows[key]
-
-
-def _copy(x: Any) -> Any:
-    """Plain lists and dicts, nothing shared."""
-    if isinstance(x, dict):
-        return {key: _copy(value) for key, value in x.items()}
-    return [_copy(value) for value in x] if isinstance(x, list | tuple) else x

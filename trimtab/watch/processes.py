@@ -1,12 +1,14 @@
-"""Who else takes part in a step, and one row of numbers from each of them.
+"""Exchange of measurements between the processes of one training step.
 
-Under FSDP2 every process holds a shard of each tensor, so its sums are added up. Under DDP the gradients are the same
-everywhere and nothing needs adding; only what comes from a process's own batch (loss, taps) and what all must agree on
-(actions, an error) is exchanged. Without either there is nobody to ask.
+Under FSDP2 every process holds a shard of each tensor, so sums are added over processes. Under DDP gradients are equal
+everywhere; only what depends on a process's own batch (loss, taps) or must be decided together (actions, errors) is
+exchanged. With one process nothing is exchanged.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,13 @@ from trimtab.ops.sharding import is_sharded, local
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP: its names have no "module." before them."""
+    """The model inside DDP, whose parameter names have no "module." prefix."""
     return getattr(model, "module", model) if hasattr(model, "process_group") else model
 
 
-class Together:
+class Processes:
+    """The process groups that share a model: DDP's, or one per dimension of FSDP2's device mesh."""
+
     def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
         self.groups: list[Any] = []
         sharded: list[Any] = [p for p in params if is_sharded(p)]
@@ -30,16 +34,46 @@ class Together:
             self.groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         self.device = next((local(p).device for p in params), torch.device("cpu"))
 
-    @property
-    def several(self) -> bool:
-        return bool(self.groups)
-
     def gather(self, row: Tensor) -> Tensor:
-        """Everybody's row, [processes, k]. All of them must call this, with rows of one length."""
+        """The rows of all processes, [processes, k]. A collective: all must call it, with rows of equal length."""
         rows = row.to(self.device, torch.float64)[None]
         for group in self.groups:
-            count = torch.distributed.get_world_size(group)
-            parts = [torch.empty_like(rows) for _ in range(count)]
+            parts = [torch.empty_like(rows) for _ in range(torch.distributed.get_world_size(group))]
             torch.distributed.all_gather(parts, rows.contiguous(), group=group)
             rows = torch.cat(parts)
         return rows
+
+
+class SharedLosses(NamedTuple):
+    losses: Tensor  # mean over processes, one per step since the last measurement; NaN where none was given
+    given: list[bool]
+    same_layers: bool  # all processes have recorded the same layers
+    failed: bool  # in at least one process
+
+
+def share_losses(processes: Processes, pending: Sequence[Any], *, width: int, failed: bool, names: Any) -> SharedLosses:
+    """Average losses over processes in one collective of `width` losses and two flags; no collective if alone."""
+    tensors = [torch.tensor(math.nan) if x is None else torch.as_tensor(x) for x in pending[-width:]]
+    stop = 2 + len(tensors)
+    row = torch.full((width + 2,), math.nan, dtype=torch.float64, device=processes.device)
+    if tensors:
+        row[2:stop] = torch.stack([x.to(row) for x in tensors])
+    given = [x is not None for x in pending[-width:]]
+    if not processes.groups:
+        return SharedLosses(row[2:stop], given, True, failed)
+    checksum = float(crc32(repr(names).encode()))
+    row[0], row[1] = float(failed), checksum
+    rows = processes.gather(row)
+    same, any_failed = bool((rows[:, 1] == checksum).all()), bool(rows[:, 0].any())
+    return SharedLosses(rows[:, 2:stop].mean(0), given, same, any_failed)
+
+
+def as_scalar(loss: Any) -> Any:
+    """Check a loss: a number, None, a one-element tensor, or an output with `.loss`. Tensors stay on their device."""
+    loss = getattr(loss, "loss", loss)
+    if loss is None or isinstance(loss, float | int):
+        return loss
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"loss must be one number, got {got}")
+    return local(loss).detach().reshape(())

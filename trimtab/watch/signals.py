@@ -1,19 +1,19 @@
-"""Signals of every tensor in one step: a few passes over memory, one row of sums per tensor, one transfer to the host.
+"""Signals of every tensor in one step: a few passes over memory, one row of sums per tensor.
 
-    rms         √ mean(g² / max(v̂, eps²))      v̂ as this step will use it: with this gradient in it, bias-corrected
-    grad_rms    √ mean(g²)                      after clipping and unscaling, as the optimizer sees it
+    rms         √ mean(g² / max(v̂, eps²))      v̂ as used by this step: includes this gradient, bias-corrected
+    grad_rms    √ mean(g²)                      after clipping and unscaling, as the optimizer reads it
     param_rms   √ mean(p²)                      before the step
     update_rms  √ mean((p_new - p)²)            weight decay and the optimizer's own clipping included
     ratio       update_rms / param_rms
-    eps_share   eps / (grad_rms + eps)          the part of the update that eps takes away
+    eps_share   eps / (grad_rms + eps)          the part of the update that eps removes
 
-Sums are those of whole tensors: shards are added up across processes. The update of an optimizer whose rule is not
-known is measured on at most `SAMPLE` values per tensor, kept for the length of the step. Nothing else is copied.
+Sums are of whole tensors: shards are added over processes. If the optimizer's update rule is unknown, its update is
+measured on at most `SAMPLE` values per tensor, copied for the duration of the step. Nothing else is copied.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from trimtab.nn.tap import WRAPPERS
 from trimtab.ops.sharding import add_up_shards, local
-from trimtab.ops.step import EPS, GRAD_SCALE, gradient_norms_unchecked, norms_unchecked, ratios_unchecked
-from trimtab.ops.step_rules import debiased, rms_from_ratios
-from trimtab.watch.processes import Together
-from trimtab.watch.surface import Batch, collect, moments_of, rows_of
+from trimtab.ops.step import gradient_norms_unchecked
+from trimtab.ops.step.rules import EPS, GRAD_SCALE, rms_from_ratios
+from trimtab.ops.step.storage import Batch
+from trimtab.watch.processes import Processes
+from trimtab.watch.surface import FLOAT32, collect, moments_of, rows_of
 
 SAMPLE = 4096
 PRESENT, GRAD, PARAM, RATIO, UPDATE, EPS_USED = range(6)  # the columns of a tensor's row of sums
@@ -37,8 +38,6 @@ class Plan:
 
     names: list[str]
     owners: list[Tensor]
-    places: dict[Tensor, int] = field(init=False)
-    numels: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.places = {p: i for i, p in enumerate(self.owners)}
@@ -46,7 +45,7 @@ class Plan:
 
 
 def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """The model's name of each of the optimizer's parameters, else the optimizer's own, else its place."""
+    """Names of the optimizer's parameters: from the model, else from the optimizer, else group and index."""
     known = {p: ".".join(x for x in name.split(".") if x not in WRAPPERS) for name, p in model.named_parameters()}
     names: dict[Tensor, str] = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -56,27 +55,27 @@ def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def has_second_moment(optimizer: torch.optim.Optimizer) -> bool:
-    """As far as one can tell before the first step."""
+    """Whether the optimizer keeps a second moment, judged before its first step."""
     found = [moments_of(optimizer, group) for group in optimizer.param_groups]
-    return any(Batch({}, rule, names, False).second for rule, names in found)
+    return any(Batch({}, FLOAT32, rule, names).second for rule, names in found)
 
 
 class Signals:
-    """The sums of one step, in the order in which they can be had: before it, then after."""
+    """The sums of one step. Call `measure_gradients` and `measure_updates` before it, `measure_samples` after it."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         plan: Plan,
-        together: Together,
+        processes: Processes,
         on_error: Callable[[Exception], None],
     ) -> None:
-        self.optimizer, self.plan, self.together, self.on_error = optimizer, plan, together, on_error
-        self.sums = torch.zeros(len(plan.names), 6, dtype=torch.float64, device=together.device)
+        self.optimizer, self.plan, self.on_error = optimizer, plan, on_error
+        self.sums = torch.zeros(len(plan.names), 6, dtype=torch.float64, device=processes.device)
         self._sampled: list[tuple[int, Tensor, int, Tensor]] = []
 
     def measure_gradients(self) -> None:
-        """Before the step: gradients, and RMS_t against the second moment that the step will use."""
+        """Before the step: gradients, and RMS_t against the second moment that the step uses."""
         self._try(self._gradients)
         eps = self.sums[:, EPS_USED].clone()
         self.sums = add_up_shards(self.plan.owners, self.sums)
@@ -95,17 +94,17 @@ class Signals:
             rows = rows_of(self.optimizer, batch)
             self.sums[where, GRAD] = squares * rows[:, GRAD_SCALE].double().to(self.sums.device) ** 2
             self.sums[where, EPS_USED] = rows[:, EPS].double().to(self.sums.device)
-            self.sums[where, RATIO] = _ratios(batch, rows).double().to(self.sums.device)
+            self.sums[where, RATIO] = batch.ratios(rows).double().to(self.sums.device)
 
     def _try(self, run: Callable[[], None]) -> None:
-        """An error here must not leave the other processes waiting in the next collective."""
+        """Continue after an error: the other processes wait in the next collective."""
         try:
             run()
         except Exception as error:
             self.on_error(error)
 
     def measure_updates(self) -> None:
-        """Before the step, with the learning rate it will have: parameters, and how far they will go."""
+        """Before the step, with its final learning rate: parameters, and their update."""
         part = torch.zeros(len(self.plan.names), 2, dtype=torch.float64, device=self.sums.device)
         self._try(lambda: self._updates(part))
         part = add_up_shards(self.plan.owners, part)
@@ -124,7 +123,7 @@ class Signals:
                 self._sampled.append((place, p, stride, flat[::stride].clone()))
 
     def measure_samples(self) -> None:
-        """After the step: what it did, where its rule is not known."""
+        """After the step: the update of tensors whose update rule is unknown, from samples."""
         if not self._sampled:
             return
         part = torch.zeros(len(self.plan.names), 1, dtype=torch.float64, device=self.sums.device)
@@ -142,48 +141,30 @@ class Signals:
         return torch.where(self.sums[:, PRESENT] > 0, rms, torch.nan)
 
     def _norms(self, batch: Batch) -> Tensor:
-        """The sums of p² and of (change of p)² of the step about to be taken."""
+        """The sums of p² and of (change of p)² of the next step."""
         sums: Tensor | None = None
         if "clip_threshold" in batch.group:  # StableAdamW shortens its step by RMS_t
             sums = self.sums[self._index(batch), RATIO : RATIO + 1].to(batch.steps.device)
-        elif "max_unorm" in batch.group:  # LAMB and LARS scale theirs to the weights
-            first = _norms(batch, rows_of(self.optimizer, batch))
-            sums = add_up_shards(batch.owners, first)
-        return _norms(batch, rows_of(self.optimizer, batch, sums))
+        elif "max_unorm" in batch.group:  # LAMB and LARS scale their step by the size of the weights
+            first: Tensor = self.optimizer.rows(batch, None)  # type: ignore[attr-defined]
+            sums = add_up_shards(batch.owners, batch.norms(first))
+        return batch.norms(rows_of(self.optimizer, batch, sums))
 
     def _index(self, batch: Batch) -> Tensor:
         return torch.tensor(batch.where, device=self.sums.device)
 
 
-def _ratios(batch: Batch, rows: Tensor) -> Tensor:
-    assert batch.second is not None
-    states, absmax = batch.moments(batch.second)
-    return ratios_unchecked(batch.grads, states, absmax, debiased(rows), batch.books()[1], batch.code, batch.block)
-
-
-def _norms(batch: Batch, rows: Tensor) -> Tensor:
-    states, absmax = batch.moments(*batch.names)
-    return norms_unchecked(
-        batch.params, batch.grads, states, absmax, rows, *batch.books(), batch.rule, batch.code, batch.block
-    )
-
-
 def to_record(plan: Plan, sums: Tensor) -> dict[str, dict[str, float]]:
-    """From the sums, on the host, to the signals of every tensor that had a gradient. NaN is what could not be had."""
+    """Signals of every tensor with a gradient, from its sums on the host. NaN: not available."""
     rows, numels = sums.tolist(), plan.numels.clamp(min=1).tolist()
     found: dict[str, dict[str, float]] = {}
     for name, n, row in zip(plan.names, numels, rows, strict=True):
         if not row[PRESENT]:
             continue
-        rms, grad, param, update = (_root(row[i] / n) for i in (RATIO, GRAD, PARAM, UPDATE))
+        rms, grad, param, update = (root(row[i] / n) for i in (RATIO, GRAD, PARAM, UPDATE))
         eps = row[EPS_USED]
-        found[name] = dict(
-            zip(
-                NAMES,
-                (rms, grad, param, update, _divide(update, param), eps / (grad + eps) if eps else math.nan),
-                strict=True,
-            )
-        )
+        ratio, eps_share = update / param if param else math.nan, eps / (grad + eps) if eps else math.nan
+        found[name] = dict(zip(NAMES, (rms, grad, param, update, ratio, eps_share), strict=True))
     return found
 
 
@@ -192,21 +173,17 @@ def add_norms(record: Mapping[str, Mapping[str, float]], plan: Plan) -> dict[str
     numels = dict(zip(plan.names, plan.numels.tolist(), strict=True))
 
     def total(signal: str) -> float:
-        return _root(sum(x[signal] ** 2 * numels[name] for name, x in record.items()))
+        return root(sum(x[signal] ** 2 * numels[name] for name, x in record.items()))
 
     return {"grad_norm": total("grad_rms"), "param_norm": total("param_rms"), "update_norm": total("update_rms")}
 
 
-def _root(x: float) -> float:
+def root(x: float) -> float:
     return math.sqrt(x) if x >= 0 else math.nan
 
 
-def _divide(a: float, b: float) -> float:
-    return a / b if b else math.nan
-
-
 def clean(x: Any) -> Any:
-    """Six digits, and None for what JSON has no word for."""
+    """Round floats to six digits for JSON; non-finite ones become None."""
     if isinstance(x, dict):
         return {key: clean(value) for key, value in x.items()}
     if isinstance(x, float):

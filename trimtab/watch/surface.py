@@ -1,79 +1,31 @@
-"""An optimizer seen from outside: which moments it keeps, and the rows that say what its next step does with them.
+"""The state of any optimizer as batches for trimtab.ops: its moments, and the coefficients of its next step.
 
-Read are only `param_groups`, `state` and, of our own optimizers, the public `rule`, `states_of` and `rows`. So Adam and
-AdamW of PyTorch (plain, foreach, fused) and all of ours, in 8 and 32 bits, become lists of tensors for trimtab.ops,
-without a copy. Any other optimizer with `betas`, `eps` and an `exp_avg_sq` shows at least its second moment.
+Only `param_groups`, `state` and, of our own optimizers, the public `rule_of`, `states_of` and `rows` are read. Adam and
+AdamW of PyTorch (plain, foreach, fused) and all of our optimizers, in 8 and 32 bits, become lists of tensors without a
+copy. Of any other optimizer with `betas`, `eps` and an `exp_avg_sq`, the second moment is read.
 
-What the kernels cannot read as it is (16-bit moments, odd strides, amsgrad, weight decay through the gradient) comes as
-a batch of one tensor, made when it is its turn and dropped after it.
+Tensors that the kernels cannot read directly (16-bit moments, unusual strides, amsgrad, weight decay through the
+gradient) are converted: one batch per tensor, made when it is needed and dropped after it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.ops import step_rules
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
-from trimtab.ops.codebook import Name, load_codebook
-from trimtab.ops.sharding import is_dense, local, shard_like
-from trimtab.ops.step import COUPLED, DECAY, RULES
+from trimtab.ops.sharding import flat, is_dense, local, shard_like
+from trimtab.ops.step import RULES
+from trimtab.ops.step.rules import COUPLED, DECAY, adam_averages, exact, independent_decay
+from trimtab.ops.step.storage import SECOND, Batch, Storage
 
 State = Mapping[str, Any]
 
 
-@dataclass(eq=False)
-class Batch:
-    """Tensors of one group that are kept the same way, and what the kernels need to read them."""
-
-    group: dict[str, Any]
-    rule: str | None  # None: the update is not known, only the second moment
-    names: tuple[str, ...]  # of the moments
-    coded: bool
-    where: list[int] = field(default_factory=list)  # places among the watched tensors
-    owners: list[Tensor] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    kept: list[dict[str, Tensor]] = field(default_factory=list)
-    counts: list[Any] = field(default_factory=list)  # steps taken so far
-    grad_scale: Any = 1.0
-    steps: Tensor = field(init=False)
-
-    def numels(self) -> Tensor:
-        """Of the whole tensors, not of the shards."""
-        return torch.tensor([p.numel() for p in self.owners], device=self.steps.device)
-
-    def moments(self, *names: str) -> tuple[list[Tensor], list[Tensor]]:
-        """States and absmax as the ops take them: all of the first, then the next."""
-        if not self.coded:
-            return [state[name] for name in names for state in self.kept], []
-        codes = [state[f"{name}_codes"] for name in names for state in self.kept]
-        return codes, [state[f"{name}_absmax"] for name in names for state in self.kept]
-
-    @property
-    def second(self) -> str | None:
-        return self.names[-1] if self.names and self.names[-1] in SECOND else None
-
-    @property
-    def code(self) -> str:
-        return "quadratic" if self.coded and self.group.get("codebook") == "quadratic" else "codebook"
-
-    @property
-    def block(self) -> int:
-        return min(self.group["block"] if self.coded else 256, max([1, *(p.numel() for p in self.params)]))
-
-    def books(self) -> tuple[Tensor, Tensor]:
-        """The signed and the unsigned table; some table where none is needed."""
-        name: Name = "dynamic-symmetric" if not self.coded or self.code == "quadratic" else self.group["codebook"]
-        device = self.params[0].device
-        return load_codebook(name, signed=True).to(device), load_codebook(name, signed=False).to(device)
-
-
-SECOND = ("exp_avg_sq", "square_avg", "sum")  # PyTorch's names of second moments
 USED = (*SECOND, "exp_avg", "max_exp_avg_sq")
+FLOAT32 = Storage(32, 256, "quadratic")
 
 
 def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
@@ -94,27 +46,26 @@ def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tu
 
 
 def _extras(optimizer: Any) -> dict[str, Any]:
-    return optimizer.extras_of(torch.empty(1, 1, device="meta"))
+    return dict(optimizer.extras_of(torch.empty(1, 1, device="meta")))
 
 
 def rows_of(optimizer: torch.optim.Optimizer, batch: Batch, sums: Tensor | None = None) -> Tensor:
-    """One row of trimtab.ops.step.SCALARS per tensor; `sums` are those of the first pass of a two-pass optimizer."""
+    """One row of coefficients per tensor; `sums` are those of the first pass of a two-pass optimizer."""
     group = batch.group
     if batch.rule is not None and hasattr(optimizer, "states_of"):
         rows: Tensor = optimizer.rows(batch, sums)  # type: ignore[attr-defined]
-        if group.get("independent_decay") and group["weight_decay"] and group.get("lr_max"):
-            rows[:, DECAY] = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
+        independent = independent_decay(group)
+        if independent is not None:
+            rows[:, DECAY] = independent
         return rows
-    common = {"lr": group["lr"], "eps": group["eps"], "grad_scale": batch.grad_scale}
+    lr, wd, t = exact(group["lr"]), group.get("weight_decay", 0.0), batch.t
     if batch.names == ("square_avg",):
-        return step_rules.rmsprop(batch.steps, alpha=group["alpha"], weight_decay=group["weight_decay"], **common)
-    decay = group.get("weight_decay", 0.0)
+        alpha = group["alpha"]
+        return batch.rows(lr=lr, coupled=wd, beta2=alpha, gain2=1 - alpha, eps=group["eps"])
     coupled = isinstance(optimizer, torch.optim.Adam) and not group.get("decoupled_weight_decay")
-    rows = step_rules.adamw(
-        batch.steps, betas=tuple(group["betas"][:2]), weight_decay=0.0 if coupled else decay, **common
-    )
-    rows[:, COUPLED] = decay if coupled else 0.0
-    return rows
+    averages = adam_averages(group["betas"], t)
+    decay = {"coupled": wd} if coupled else {"decay": 1 - lr * exact(wd)}
+    return batch.rows(**averages, **decay, eps=group["eps"], lr=lr / (1 - averages["beta1"] ** t))
 
 
 def collect(optimizer: torch.optim.Optimizer, places: Mapping[Tensor, int]) -> Iterator[Batch]:
@@ -130,15 +81,16 @@ def collect(optimizer: torch.optim.Optimizer, places: Mapping[Tensor, int]) -> I
                 continue
             state: State = optimizer.state.get(p) or {}
             coded = any(f"{name}_codes" in state for name in names)
-            batch = Batch(group, rule, names, coded, grad_scale=scale)
-            if coupled or not _is_plain(p, state, names, coded, group):
+            storage = Storage(8, group["block"], group["codebook"]) if coded else FLOAT32
+            batch = Batch(group, storage, rule, names, scale)
+            if coupled or not _is_plain(p, state, batch):
                 alone.append((batch, p))
             else:
                 _add(batches.setdefault((coded, local(p).device), batch), p, places[p], state, zeros)
         yield from (_seal(batch) for batch in batches.values())
     for batch, p in alone:
         state = optimizer.state.get(p) or {}
-        if _is_plain(p, state, batch.names, batch.coded, batch.group):
+        if _is_plain(p, state, batch):
             _add(batch, p, places[p], state, zeros)
         else:
             _convert(batch, p, places[p], state)
@@ -158,17 +110,17 @@ def _is_coupled(
     """Does weight decay go through the gradient? Then the second moment has it too."""
     if not group.get("weight_decay") or (rule is None and not isinstance(optimizer, torch.optim.Adam)):
         return False
-    probe = Batch(group, rule, names, False)
+    probe = Batch(group, FLOAT32, rule, names)
     probe.steps, probe.owners = torch.ones(1), [torch.empty(1)]
     return bool(rows_of(optimizer, probe)[0, COUPLED] != 0)
 
 
-def _is_plain(p: Tensor, state: State, names: Sequence[str], coded: bool, group: Mapping[str, Any]) -> bool:
-    """Can the kernels read it as it is?"""
-    mine, dtype = local(p), torch.uint8 if coded else torch.float32
-    kept = [local(state[name + ("_codes" if coded else "")]) for name in names] if state else []
+def _is_plain(p: Tensor, state: State, batch: Batch) -> bool:
+    """Whether the kernels can read the tensor without a conversion."""
+    mine, dtype = local(p), torch.uint8 if batch.storage.bits == 8 else torch.float32
+    kept = [local(state[batch.storage.keys(name)[0]]) for name in batch.names] if state else []
     return (
-        not group.get("amsgrad")
+        not batch.group.get("amsgrad")
         and mine.dtype in FLOATS
         and p.grad is not None
         and p.grad.dtype in FLOATS
@@ -178,22 +130,21 @@ def _is_plain(p: Tensor, state: State, names: Sequence[str], coded: bool, group:
 
 
 def _add(batch: Batch, p: Tensor, place: int, state: State, zeros: dict[Any, Tensor]) -> None:
-    mine, group = local(p).detach(), batch.group
+    mine, storage = local(p).detach(), batch.storage
     grad = shard_like(p.grad, p).detach()
     if not (grad.is_contiguous() and mine.is_contiguous()) and grad.stride() != mine.stride():
         grad = torch.empty_like(mine, dtype=grad.dtype).copy_(grad)
     kept: dict[str, Tensor] = {}
     for name in batch.names:
         if not state:
-            kept[name] = _zero_like(mine, zeros, group.get("initial_accumulator_value", 0.0))
+            kept[name] = _zero_like(mine, zeros, batch.group.get("initial_accumulator_value", 0.0))
             continue
-        found = kept[name + ("_codes" if batch.coded else "")] = _flat(local(state[name + "_codes" * batch.coded]))
+        found, *scales = (local(state[key]) for key in storage.keys(name))
         if found.numel() != mine.numel():
             raise ValueError(f"{name} has {found.numel()} values, its parameter {mine.numel()}")
-        if batch.coded:
-            scales = kept[f"{name}_absmax"] = state[f"{name}_absmax"]
-            if scales.numel() != count_blocks(mine.numel(), group["block"]):
-                raise ValueError(f"{name} has {scales.numel()} scales for {mine.numel()} values")
+        if scales and scales[0].numel() != count_blocks(mine.numel(), storage.block):
+            raise ValueError(f"{name} has {scales[0].numel()} scales for {mine.numel()} values")
+        kept |= zip(storage.keys(name), (_flat(found), *scales), strict=True)
     batch.where.append(place)
     batch.owners.append(p)
     batch.params.append(_flat(mine))
@@ -204,7 +155,7 @@ def _add(batch: Batch, p: Tensor, place: int, state: State, zeros: dict[Any, Ten
 
 def _flat(x: Tensor) -> Tensor:
     """In memory order, of a tensor without gaps."""
-    return x.view(-1) if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
+    return flat(x).view(-1)
 
 
 def _zero_like(mine: Tensor, zeros: dict[Any, Tensor], value: float) -> Tensor:
@@ -226,12 +177,12 @@ def _seal(batch: Batch) -> Batch:
 
 def _convert(batch: Batch, p: Tensor, place: int, state: State) -> None:
     """One tensor in contiguous float32, and amsgrad's maximum in place of its second moment."""
-    flat = {key: _float(x) for key, x in state.items() if isinstance(x, Tensor) and key in USED}
+    found = {key: _float(x) for key, x in state.items() if isinstance(x, Tensor) and key in USED}
     mine, grad = _float(p), _float(shard_like(p.grad, p))
     batch.where, batch.owners, batch.params, batch.grads = [place], [p], [mine], [grad]
-    batch.counts, batch.coded = [state.get("step", 0)], False
-    batch.kept = [{name: flat.get(name, torch.zeros_like(mine)) for name in batch.names}]
-    largest = flat.get("max_exp_avg_sq")
+    batch.counts, batch.storage = [state.get("step", 0)], FLOAT32
+    batch.kept = [{name: found.get(name, torch.zeros_like(mine)) for name in batch.names}]
+    largest = found.get("max_exp_avg_sq")
     if largest is not None:
         v, beta2 = batch.kept[0]["exp_avg_sq"], float(batch.group["betas"][1])
         added = (1 - beta2) * (grad * torch.as_tensor(batch.grad_scale).float()).square()

@@ -1,14 +1,14 @@
-"""Statistics of every layer, heard through the model's taps while it runs.
+"""Statistics of every layer, recorded through the model's taps during the forward and backward pass.
 
     attention.logits    logit_max    largest logit over batch, heads and unmasked pairs
                         entropy      mean of -Σ a ln a over the rows of softmax(logits)
     attention.q, .k     q_norm, k_norm    mean length of a query and of a key
-                        cosine       mean over all pairs of a query and a key of the same head and sequence
+                        cosine       mean over all query-key pairs of the same head and sequence
     block.out           out_rms, out_max       logz   mean of log Z       logits   logit_mean, logit_min, logit_max
     int8 layers         input_error, weight_error, grad_error       |rounded - x| / |x|, Euclidean
 
-Everything stays on the device until the step is over. Micro-batches and processes are put together: maxima by the
-largest, the others by their mean.
+Values stay on the device until the step ends. Micro-batches and processes are combined: maxima by their maximum, all
+others by their mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from trimtab.nn.tap import WRAPPERS, listen
 
-# Output logits are not among them: making them beside a chunked loss takes memory. Ask for them by name.
+# Without the output logits: a chunked loss never holds them, and computing them takes memory. Request them by name.
 DEFAULT = ("*.attention.logits", "*.attention.q", "*.attention.k", "*.out", "logz", "*.logz")
 Key = tuple[str, str]  # layer, statistic
-ENTROPY_AT_ONCE = 2**20  # logits
+ENTROPY_CHUNK = 2**20  # logits
 
 
-class Ear:
-    """Listens to one step at a time: `open` before its forward pass, `close` after it, then `read`."""
+class LayerRecorder:
+    """Records one step at a time: `open` before its forward pass, `close` after the step, then `read`."""
 
     def __init__(
         self, model: nn.Module, taps: bool | str | Sequence[str], on_error: Callable[[Exception], None]
@@ -44,11 +44,11 @@ class Ear:
             return
         self.sums, self.maxima, self._queries = {}, {}, {}
         self._stack = ExitStack()
-        self._stack.enter_context(listen(self.model, self._hear, self.patterns))
+        self._stack.enter_context(listen(self.model, self._on_tap, self.patterns))
         for name, module in self.model.named_modules():
-            if getattr(module, "rounding", self) is None:  # a quantized layer that nobody measures
+            if getattr(module, "rounding", self) is None:  # a quantized layer that is not being measured already
                 path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-                module.rounding = _Rounding(self, path)
+                module.rounding = _RoundingError(self, path)
                 self._stack.callback(setattr, module, "rounding", None)
 
     def close(self) -> None:
@@ -57,76 +57,77 @@ class Ear:
         self._stack, self._queries = None, {}
 
     def read(self) -> tuple[list[Key], list[Key], Tensor]:
-        """The names of means and of maxima, and their values in that order, on the device."""
+        """Keys of the means, keys of the maxima, and their values in that order, on the device."""
         means, maxima = sorted(self.sums), sorted(self.maxima)
         values = [self.sums[key][0] / self.sums[key][1] for key in means] + [self.maxima[key] for key in maxima]
         row = torch.stack([x.double() for x in values]) if values else torch.zeros(0, dtype=torch.float64)
         return means, maxima, row
 
-    def _hear(self, path: str, x: Tensor) -> None:
-        if not self.model.training or not x.numel():  # an evaluation between two steps is not the step
+    def _on_tap(self, path: str, x: Tensor) -> None:
+        if not self.model.training or not x.numel():  # evaluation between two steps is not recorded
             return
         layer, _, what = path.rpartition(".")
         try:
             with torch.no_grad():
-                self._note(layer, what, x)
-        except Exception as error:  # a listener must not stop the model
+                self._record(layer, what, x)
+        except Exception as error:  # must not stop the model
             self.on_error(error)
 
-    def _note(self, layer: str, what: str, x: Tensor) -> None:
+    def _record(self, layer: str, what: str, x: Tensor) -> None:
         if what == "logits" and layer:
-            self._largest(layer, "logit_max", x.amax())
-            self._mean(layer, "entropy", _entropy(x))
+            self._add_max(layer, "logit_max", x.amax())
+            self._add_mean(layer, "entropy", _entropy(x))
         elif what in ("q", "k"):
             lengths = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-            self._mean(layer, f"{what}_norm", lengths.mean())
+            self._add_mean(layer, f"{what}_norm", lengths.mean())
             # The mean over all pairs of unit vectors is the product of their means.
             unit = (x / lengths[..., None].clamp(min=1e-12)).mean(-2)
             if what == "q":
                 self._queries[layer] = unit
             elif layer in self._queries:
-                self._mean(layer, "cosine", (self._queries.pop(layer) * unit).sum(-1).mean())
+                self._add_mean(layer, "cosine", (self._queries.pop(layer) * unit).sum(-1).mean())
         elif what == "out":
             square = torch.linalg.vector_norm(x, dtype=torch.float32) ** 2
-            self._mean(layer, "out_square", square / x.numel())
-            self._largest(layer, "out_max", x.abs().amax())
+            self._add_mean(layer, "out_square", square / x.numel())
+            self._add_max(layer, "out_max", x.abs().amax())
         elif what == "logz":
-            self._mean(layer, "logz", x.float().mean())
+            self._add_mean(layer, "logz", x.float().mean())
         elif what == "logits":
-            self._mean(layer, "logit_mean", x.float().mean())
-            self._largest(layer, "logit_max", x.amax())
-            self._largest(layer, "minus_logit_min", -x.amin())
+            self._add_mean(layer, "logit_mean", x.float().mean())
+            self._add_max(layer, "logit_max", x.amax())
+            self._add_max(layer, "minus_logit_min", -x.amin())
 
-    def _mean(self, layer: str, name: str, value: Tensor) -> None:
+    def _add_mean(self, layer: str, name: str, value: Tensor) -> None:
         total, count = self.sums.get((layer, name), (torch.zeros_like(value, dtype=torch.float64), 0))
         self.sums[layer, name] = total + value, count + 1
 
-    def _largest(self, layer: str, name: str, value: Tensor) -> None:
+    def _add_max(self, layer: str, name: str, value: Tensor) -> None:
         known = self.maxima.get((layer, name))
         self.maxima[layer, name] = value.double() if known is None else torch.maximum(known, value.double())
 
 
-class _Rounding:
-    """What a quantized layer reports to (its attribute `rounding`)."""
+class _RoundingError:
+    """Receives the operands of a quantized layer through its attribute `rounding`."""
 
-    def __init__(self, ear: Ear, layer: str) -> None:
-        self.ear, self.layer = ear, layer
+    def __init__(self, recorder: LayerRecorder, layer: str) -> None:
+        self.recorder, self.layer = recorder, layer
 
-    def see(self, operand: str, x: Tensor, rounded: Tensor, by_row: bool) -> None:
-        if not self.ear.model.training:
+    def add(self, operand: str, x: Tensor, rounded: Tensor, by_row: bool) -> None:
+        if not self.recorder.model.training:
             return
         try:
             with torch.no_grad():
-                error = torch.linalg.vector_norm(rounded.float() - x.float())
-                self.ear._mean(self.layer, f"{operand}_error", error / torch.linalg.vector_norm(x.float()))
-        except Exception as error_:
-            self.ear.on_error(error_)
+                difference = torch.linalg.vector_norm(rounded.float() - x.float())
+                relative = difference / torch.linalg.vector_norm(x.float())
+                self.recorder._add_mean(self.layer, f"{operand}_error", relative)
+        except Exception as error:
+            self.recorder.on_error(error)
 
 
-def name_layers(means: Sequence[Key], maxima: Sequence[Key], row: Sequence[float]) -> dict[str, dict[str, float]]:
-    """By layer, with the names of the record."""
+def name_layers(keys: Sequence[Key], row: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Group a row of statistics by layer, under the names of the record."""
     layers: dict[str, dict[str, float]] = {}
-    for (layer, name), value in zip((*means, *maxima), row, strict=True):
+    for (layer, name), value in zip(keys, row, strict=True):
         stats = layers.setdefault(layer, {})
         if name == "out_square":
             stats["out_rms"] = value**0.5 if value >= 0 else value
@@ -137,14 +138,14 @@ def name_layers(means: Sequence[Key], maxima: Sequence[Key], row: Sequence[float
     return layers
 
 
-def combine(means: Sequence[Key], maxima: Sequence[Key], rows: Tensor) -> Tensor:
-    """One row from those of all processes. A NaN anywhere stays one."""
-    parts: list[Any] = [rows[:, : len(means)].mean(0), rows[:, len(means) :].amax(0)]
-    return torch.cat(parts)
+def combine(means: int, rows: Tensor) -> Tensor:
+    """One row from those of all processes: the first `means` columns by mean, the others by maximum. NaN stays NaN."""
+    return torch.cat([rows[:, :means].mean(0), rows[:, means:].amax(0)])
 
 
 def _entropy(z: Tensor) -> Tensor:
-    """Mean entropy of the rows, some sequences at a time: all at once would take as much memory as the logits again."""
-    rows = max(1, ENTROPY_AT_ONCE // max(1, z[0].numel()))
-    parts = [torch.special.entr(part.float().softmax(-1)).sum(-1).sum() for part in z.split(rows)]
-    return torch.stack(parts).sum() / z[..., 0].numel()
+    """Mean entropy of the rows of softmax(z). In chunks: at once it needs as much memory again as the logits."""
+    rows = max(1, ENTROPY_CHUNK // max(1, z[0].numel()))
+    parts: Any = torch.split(z, rows)
+    sums = [torch.special.entr(part.float().softmax(-1)).sum(-1).sum() for part in parts]
+    return torch.stack(sums).sum() / z[..., 0].numel()

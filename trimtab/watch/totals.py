@@ -1,10 +1,10 @@
-"""One number for the whole optimizer: the sizes of v, √v, m and of the weights, and what 8 bits lose of the update.
+"""Totals over all tensors: norms of v, √v, m and the weights, and the error of the update from 8-bit states.
 
-    var_l1 = Σ √v      var_max = max √v      var_l2 = √ Σ v            Li et al. 2022 (P4) call √v the gradient variance
+    var_l1 = Σ √v      var_max = max √v      var_l2 = √ Σ v            √v: the gradient variance of Li et al. 2022
     square_l1 = Σ v, square_l2, square_max       momentum_l1, _l2, _max       weight_l1, _l2, _max
-    state_error = ‖u₈ - u‖ / ‖u‖                 u = m / (√v + eps) of fresh moments, u₈ after storing them in 8 bits
+    state_error = ‖u₈ - u‖ / ‖u‖                 u = m / (√v + eps) from new moments, u₈ after storing them in 8 bits
 
-Taken after the update, over the elements of all watched tensors, in stretches that stay in the cache.
+Measured after the update, over all elements of all watched tensors, in chunks that fit in the CPU cache.
 """
 
 import math
@@ -13,46 +13,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trimtab.ops.blockwise import dequantize_blockwise, quantize_blockwise
-from trimtab.ops.quadratic import decode_moments, encode_moments
 from trimtab.ops.sharding import add_up_shards
-from trimtab.ops.step import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
-from trimtab.watch.processes import Together
-from trimtab.watch.signals import Plan, add_norms
-from trimtab.watch.surface import Batch, collect, rows_of
+from trimtab.ops.step.rules import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
+from trimtab.ops.step.storage import Batch, decode_flat, encode_flat
+from trimtab.watch.processes import Processes
+from trimtab.watch.signals import Plan, add_norms, root
+from trimtab.watch.surface import collect, rows_of
 
-STRETCH = 1 << 17
-SAMPLED_BLOCKS = 16  # per tensor and look; the next look takes the next ones
+CHUNK = 1 << 17
+SAMPLED_BLOCKS = 16  # per tensor and measurement; the next measurement uses the next blocks
 SUMS = ("weight_l1", "weight_l2", "momentum_l1", "momentum_l2", "square_l1", "square_l2", "var_l1")
 MAXIMA = ("weight_max", "momentum_max", "square_max")
 
 
 @torch.no_grad()
 def measure_totals(
-    optimizer: torch.optim.Optimizer, plan: Plan, together: Together, on_error: Callable[[Exception], None]
+    optimizer: torch.optim.Optimizer, plan: Plan, processes: Processes, on_error: Callable[[Exception], None]
 ) -> Tensor:
     """A row of ten sums and maxima (`SUMS`, `MAXIMA`), on the device, of whole tensors."""
-    sums = torch.zeros(len(plan.names), len(SUMS), dtype=torch.float64, device=together.device)
-    maxima = torch.zeros(len(plan.names), len(MAXIMA), dtype=torch.float64, device=together.device)
+    sums = torch.zeros(len(plan.names), len(SUMS), dtype=torch.float64, device=processes.device)
+    maxima = torch.zeros(len(plan.names), len(MAXIMA), dtype=torch.float64, device=processes.device)
     try:
         for batch in collect(optimizer, plan.places):
             for i, place in enumerate(batch.where):
-                parts = [_size(*stretch) for stretch in _stretches(batch, i)]
+                parts = [_size(*chunk) for chunk in _chunks(batch, i)]
                 if parts:
                     found = torch.stack(parts).double().to(sums.device)
                     sums[place] = found[:, : len(SUMS)].sum(0)
                     maxima[place] = found[:, len(SUMS) :].amax(0)
-    except Exception as error:  # the others wait for us below
+    except Exception as error:  # the other processes wait in the collective below
         on_error(error)
     sums = add_up_shards(plan.owners, sums).sum(0)
     return torch.cat([sums, add_up_shards(plan.owners, maxima, largest=True).amax(0)])
 
 
 def name_totals(row: list[float]) -> dict[str, float]:
-    """The authors' twelve scalars from that row, without those of moments that the optimizer does not keep."""
+    """The twelve scalars of Li et al. 2022 from that row, without moments that the optimizer does not keep."""
     found = dict(zip((*SUMS, *MAXIMA), row, strict=True))
-    totals = {name: _root(x) if name.endswith("_l2") else x for name, x in found.items()}
-    totals |= {"var_l2": _root(found["square_l1"]), "var_max": _root(found["square_max"])}
+    totals = {name: root(x) if name.endswith("_l2") else x for name, x in found.items()}
+    totals |= {"var_l2": root(found["square_l1"]), "var_max": root(found["square_max"])}
     return {name: x for name, x in totals.items() if totals[f"{name.split('_')[0]}_l1"] != 0}
 
 
@@ -62,7 +61,7 @@ def summarise(
     plan: Plan,
     state: Sequence[list[float]],
 ) -> dict[str, float]:
-    """All numbers of a step that belong to no tensor and no layer; those of the output leave `layers`."""
+    """All numbers of a step that belong to no single tensor or layer. Moves those of the output out of `layers`."""
     totals = layers.pop("", {}) | (add_norms(tensors, plan) if tensors else {})
     if len(state) == 2:
         (error, square), sizes = state
@@ -73,10 +72,6 @@ def summarise(
     if errors:
         totals["int8_error"] = math.fsum(errors) / len(errors)
     return totals
-
-
-def _root(x: float) -> float:
-    return math.sqrt(x) if x >= 0 else math.nan
 
 
 def _size(p: Tensor, m: Tensor | None, v: Tensor | None) -> Tensor:
@@ -93,10 +88,10 @@ def _size(p: Tensor, m: Tensor | None, v: Tensor | None) -> Tensor:
     return torch.stack([*weight[:2], *momentum[:2], *square[:2], root, weight[2], momentum[2], square[2]])
 
 
-def _stretches(batch: Batch, i: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Parameter, first and second moment of one tensor, in float32, a stretch of whole blocks at a time."""
+def _chunks(batch: Batch, i: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Parameter, first and second moment of one tensor in float32, in chunks of whole blocks."""
     block, p = batch.block, batch.params[i].view(-1)
-    length = max(1, STRETCH // block) * block
+    length = max(1, CHUNK // block) * block
     for start in range(0, p.numel(), length):
         stop = min(start + length, p.numel())
         moments = _decode(batch, i, start, stop)
@@ -105,17 +100,11 @@ def _stretches(batch: Batch, i: int) -> Iterator[tuple[Tensor, Tensor | None, Te
 
 def _decode(batch: Batch, i: int, start: int, stop: int) -> dict[str, Tensor]:
     kept, block = batch.kept[i], batch.block
-    if not batch.coded:
+    if batch.storage.bits == 32:
         return {name: kept[name].view(-1)[start:stop] for name in batch.names}
-    first, last = start // block, -(-stop // block)
     codes = [kept[f"{name}_codes"].view(-1)[start:stop] for name in batch.names]
-    absmax = [kept[f"{name}_absmax"][first:last] for name in batch.names]
-    signed = [name != batch.second for name in batch.names]
-    if batch.code == "quadratic":
-        decoded = decode_moments(codes, absmax, signed, block)
-    else:
-        books = [batch.books()[0 if is_signed else 1] for is_signed in signed]
-        decoded = [dequantize_blockwise(c, a, b, block=block) for c, a, b in zip(codes, absmax, books, strict=True)]
+    absmax = [kept[f"{name}_absmax"][start // block : -(-stop // block)] for name in batch.names]
+    decoded = decode_flat(codes, absmax, [name != batch.second for name in batch.names], batch.storage)
     return dict(zip(batch.names, decoded, strict=True))
 
 
@@ -123,20 +112,23 @@ def _decode(batch: Batch, i: int, start: int, stop: int) -> dict[str, Tensor]:
 def measure_state_error(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
-    together: Together,
+    processes: Processes,
     on_error: Callable[[Exception], None],
-    look: int,
+    count: int,
 ) -> Tensor:
-    """Before a step: Σ |u₈ - u|² and Σ u² over a few blocks of every 8-bit tensor, [2]; zeros where there is none."""
-    sums = torch.zeros(len(plan.names), 2, dtype=torch.float64, device=together.device)
+    """Before a step: Σ |u₈ - u|² and Σ u² over a few blocks of every 8-bit tensor, [2]; zeros if there is none.
+
+    `count` is the number of earlier measurements: it selects the blocks.
+    """
+    sums = torch.zeros(len(plan.names), 2, dtype=torch.float64, device=processes.device)
     try:
         for batch in collect(optimizer, plan.places):
-            if not batch.coded or batch.second is None or "exp_avg" not in batch.names:
+            if batch.storage.bits == 32 or batch.second is None or "exp_avg" not in batch.names:
                 continue
             rows = rows_of(optimizer, batch)
             for i, place in enumerate(batch.where):
                 length, numel = SAMPLED_BLOCKS * batch.block, batch.params[i].numel()
-                start = look % max(1, -(-numel // length)) * length
+                start = count % max(1, -(-numel // length)) * length
                 if numel:
                     sums[place] = _state_error(batch, i, rows[i], start, min(start + length, numel)).to(sums.device)
     except Exception as error:
@@ -149,18 +141,7 @@ def _state_error(batch: Batch, i: int, row: Tensor, start: int, stop: int) -> Te
     g = batch.grads[i].view(-1)[start:stop].float() * row[GRAD_SCALE]
     m = row[BETA1] * old["exp_avg"] + row[GAIN1] * g
     v = row[BETA2] * old[str(batch.second)] + row[GAIN2] * g.square()
-    m8, v8 = _store(batch, m, v)
+    stored = encode_flat([m, v], [True, False], batch.storage, step=1)
+    m8, v8 = decode_flat([c for c, _ in stored], [a for _, a in stored], [True, False], batch.storage)
     u, u8 = (a / (b.sqrt() * row[DEBIAS] + row[EPS]) for a, b in ((m, v), (m8, v8)))
     return torch.stack([(u8 - u).double().square().sum(), u.double().square().sum()])
-
-
-def _store(batch: Batch, m: Tensor, v: Tensor) -> list[Tensor]:
-    """Through the 8-bit code and back."""
-    block = batch.block
-    if batch.code == "quadratic":
-        stored = encode_moments([m, v], [True, False], block, step=1)
-        return decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], block)
-    return [
-        dequantize_blockwise(*quantize_blockwise(x, book, block=block), book, block=block)
-        for x, book in zip((m, v), batch.books(), strict=True)
-    ]

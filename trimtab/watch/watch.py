@@ -1,4 +1,4 @@
-"""`Watch` looks at every step of a training and says when something is about to go wrong.
+"""`Watch` measures every step of a training and returns an alarm when a signal announces an instability.
 
     watch = Watch(model, optimizer)
     for batch in loader:
@@ -6,15 +6,15 @@
         optimizer.step(); optimizer.zero_grad()
         for alarm in watch.step(loss): print(alarm)
 
-It measures inside `optimizer.step`, through the optimizer's own step hooks: there the gradients are final and the
-moments still those of the step before. So `watch.step` may come before or after `zero_grad`.
+It measures inside `optimizer.step`, through the optimizer's step hooks: there the gradients are final and the moments
+are still those of the previous step. `watch.step` may therefore come before or after `zero_grad`.
 
-    before the step    gradients, RMS_t, then actions, then the update to come           signals.py, actions.py
+    before the step    gradients, RMS_t, then actions, then the size of the update       signals.py, actions.py
     after the step     totals of the state                                               totals.py
-    watch.step         layers heard during the forward pass, one transfer, rules, alarms  taps.py, events.py
+    watch.step         layer statistics, one transfer to the host, alarm rules           taps.py, events.py
 
-With actions off nothing is written to: a training with a watcher is, bit for bit, the one without. An error in here is
-reported once, as an alarm, and switches the watcher off, on all processes together.
+Without actions nothing is modified: a training with a watcher is bit for bit equal to one without. An error in the
+watcher is reported once, as an alarm, and disables the watcher on all processes.
 """
 
 import math
@@ -25,30 +25,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.watch import taps as layers_of
 from trimtab.watch import totals as totals_of
 from trimtab.watch.actions import Actions, Actor
-from trimtab.watch.events import NOTHING, Alarm, Detector, Rules
-from trimtab.watch.losses import as_number, exchange
-from trimtab.watch.processes import Together, unwrap
+from trimtab.watch.events import NO_RANGE, Alarm, Detector, Records, Rules
+from trimtab.watch.processes import Processes, as_scalar, share_losses, unwrap
 from trimtab.watch.signals import GRAD, Plan, Signals, clean, has_second_moment, name_parameters, to_record
-from trimtab.watch.taps import Ear
+from trimtab.watch.taps import Key, LayerRecorder, combine, name_layers
 
 Loss = float | Tensor | None
 Patterns = str | Sequence[str]
 
 
 class Watch:
-    """Signals, alarms and, if asked for, actions.
+    """Signals, alarms and, if requested, actions.
 
     Args:
-        model: as the loop calls it; with DDP the wrapped one, so that losses of all processes are averaged.
-        optimizer: any that keeps a second moment; others are watched without RMS_t.
-        every: steps between two looks at the tensors. Losses are all looked at.
-        deep_every: steps between two looks at what costs more: layers, totals of the state, rounding errors.
+        model: as the loop calls it. With DDP pass the wrapped model: losses are then averaged over processes.
+        optimizer: any. Without a second moment, RMS_t is not measured.
+        every: steps between two measurements of the tensors. Every loss is checked.
+        deep_every: steps between two measurements that cost more: layers, totals of the state, rounding errors.
         tensors: patterns of parameter names.
-        taps: False for no layers; patterns for other taps than `trimtab.watch.taps.DEFAULT`.
-        actions: what to do about alarms; nothing unless given.
+        taps: False for no layers; patterns to replace `trimtab.watch.taps.DEFAULT`.
+        actions: which alarms start which action; none by default.
         rules: the constants of the alarms.
     """
 
@@ -80,48 +78,49 @@ class Watch:
         self._replan()
         if not self._plan.names:
             raise ValueError(f"no parameter of the optimizer matches {', '.join(self.patterns)}")
-        self._together = Together(model, self._params)
-        self._ear = Ear(self.model, taps, self._note_error) if taps is not False else None
+        self._processes = Processes(model, self._params)
+        self._recorder = LayerRecorder(self.model, taps, self._note_error) if taps is not False else None
         self._error: str | None = None
-        self._agreed = False  # all processes know of it
-        self._skipped = False  # this step was left out: look at it whenever it is
+        self._error_shared = False  # all processes have received it
+        self._skipped = False  # the loop left out `optimizer.step`: measure now, whatever `every` is
         self._signals: Signals | None = None
-        self._deep: list[Tensor] = []  # rounding of the state, then totals
-        self._losses: list[Any] = []  # since the last look
+        self._deep: list[Tensor] = []  # rounding error of the state, then totals
+        self._losses: list[Any] = []  # since the last measurement
         self._clipped: list[int] = []
-        self._alarms = [] if has_second_moment(self.optimizer) else [_reduced(self.optimizer)]
+        self._alarms = [] if has_second_moment(self.optimizer) else [_reduced_alarm(self.optimizer)]
         self._record: dict[str, Any] = {}
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before),
             self.optimizer.register_step_post_hook(self._after),
         ]
-        self._listen()
+        self._open_taps()
 
     def step(self, loss: Loss = None, *, grad_norm: Loss = None) -> list[Alarm]:
-        """Call once per step, after `optimizer.step`. `grad_norm` is the one before clipping, if there is clipping."""
+        """Call once per step, after `optimizer.step`. `grad_norm` is the norm before clipping, if there is clipping."""
         if not self._hooks:
             return []
         self.steps += 1
         self.actor.after_step()
         self._losses.append(None)
-        self._try(lambda: self._losses.__setitem__(-1, as_number(loss)))
+        self._try(lambda: self._losses.__setitem__(-1, as_scalar(loss)))
         skipped, self._skipped = self._skipped, False
         if self.steps % self.every and not skipped:
-            self._try(self._listen)
+            self._try(self._open_taps)
             return []
         try:
-            alarms = self._look(grad_norm)
-            self._listen()
+            alarms = self._finish_step(grad_norm)
+            self._open_taps()
         except Exception as error:
             self._note_error(error)
-            if self._together.several and not self._agreed:
-                return []  # the others would wait for us: tell them at the next look, and leave together
+            if self._processes.groups and not self._error_shared:
+                return []  # the other processes would hang: share the error first, then close together
             self.close()
-            return [self._own_alarm()]
+            text = f"{self._error}. The watcher is now disabled; the training continues without it"
+            return [Alarm(self.steps, "watcher error", "watcher", "error", math.nan, NO_RANGE, text)]
         return alarms
 
     def skip(self) -> None:
-        """Call where the loop leaves out `optimizer.step`: the gradients are looked at, at every such step."""
+        """Call in place of `optimizer.step` when the loop skips it: the gradients are still measured."""
         self._skipped = self.active
         if self._skipped:
             with torch.no_grad():
@@ -129,16 +128,17 @@ class Watch:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What was measured at the last look, for a line of signals.jsonl; null where a number is not finite."""
-        return clean(self._record)
+        """The last measurement, ready for JSON: `step`, `loss`, `tensors`, `layers`, `totals`. None: not finite."""
+        record: dict[str, Any] = clean(self._record)
+        return record
 
     @property
     def active(self) -> bool:
-        """False once it was closed, or has switched itself off."""
+        """False after `close`, or after an error in the watcher."""
         return bool(self._hooks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, fit for JSON: with them a resumed run continues all windows."""
+        """Plain numbers for JSON. A resumed run that loads them continues all windows exactly."""
         losses = [None if x is None else float(x) for x in self._losses]
         own = {"steps": self.steps, "losses": losses, "clipped": list(self._clipped)}
         return own | {"detector": self.detector.state_dict(), "actor": self.actor.state_dict()}
@@ -148,15 +148,15 @@ class Watch:
         self.actor.load_state_dict(state["actor"])
         self.steps, self._losses = state["steps"], list(state["losses"])
         self._clipped, self._signals, self._deep = list(state["clipped"]), None, []
-        self._listen()
+        self._open_taps()
 
     def close(self) -> None:
-        """Take all hooks away. The optimizer and the model are as they were."""
+        """Remove all hooks from the optimizer and the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._ear is not None:
-            self._ear.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     # --- Around the optimizer's step
 
@@ -167,13 +167,13 @@ class Watch:
 
     def _measure(self) -> None:
         self._replan()
-        signals = self._signals = Signals(*self._where())
+        signals = self._signals = Signals(*self._context())
         signals.measure_gradients()
         if self.actor.actions.before:
             self._act(signals)
         signals.measure_updates()
         if self._is_deep(self.steps + 1):
-            self._deep = [totals_of.measure_state_error(*self._where(), self.steps // self.deep_every)]
+            self._deep = [totals_of.measure_state_error(*self._context(), self.steps // self.deep_every)]
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
@@ -181,16 +181,16 @@ class Watch:
         if self._signals is not None and self._is_due(self.steps + 1):
             self._try(self._signals.measure_samples)
             if self._deep:
-                self._try(lambda: self._deep.append(totals_of.measure_totals(*self._where())))
+                self._try(lambda: self._deep.append(totals_of.measure_totals(*self._context())))
 
-    def _where(self) -> tuple[torch.optim.Optimizer, Plan, Together, Callable[[Exception], None]]:
-        return self.optimizer, self._plan, self._together, self._note_error
+    def _context(self) -> tuple[torch.optim.Optimizer, Plan, Processes, Callable[[Exception], None]]:
+        return self.optimizer, self._plan, self._processes, self._note_error
 
     def _act(self, signals: Signals) -> None:
-        """Decide together: what one process sees, all act on."""
+        """Decide on actions together: an alarm in one process makes all processes act."""
         step, names = self.steps + 1, self._plan.names
         rms = dict(zip(names, signals.rms().tolist(), strict=True))
-        spiking = self.detector.spiking(step, rms)
+        spiking = list(self.detector.spiking(step, rms))
         finite = signals.sums[:, GRAD].isfinite().tolist()
         broken = [name for name, ok in zip(names, finite, strict=True) if not ok]
         worst = [
@@ -198,72 +198,63 @@ class Watch:
             for group in self.optimizer.param_groups
         ]
         worst = [x if math.isfinite(x) else 1.0 for x in worst]
-        agreed = self._together.gather(torch.tensor([len(spiking), len(broken), *worst], dtype=torch.float64))
-        any_spiking, any_broken, *worst = agreed.amax(0).tolist()
-        elsewhere = {"another process": max(worst)}
-        self._alarms += self.actor.before_step(
-            step,
-            (spiking or elsewhere) if any_spiking else {},
-            (broken or list(elsewhere)) if any_broken else [],
-            worst,
-        )
+        gathered = self._processes.gather(torch.tensor([len(spiking), len(broken), *worst], dtype=torch.float64))
+        any_spiking, any_broken, *worst = gathered.amax(0).tolist()
+        spiking = (spiking or ["another process"]) if any_spiking else []
+        broken = (broken or ["another process"]) if any_broken else []
+        self._alarms += self.actor.before_step(step, spiking, broken, worst)
 
-    # --- After it
+    # --- In `watch.step`
 
-    def _look(self, grad_norm: Loss) -> list[Alarm]:
-        step, deep = self.steps, self._ear if self._is_deep(self.steps) else None
-        means: list[layers_of.Key] = []
-        maxima: list[layers_of.Key] = []
-        heard = torch.zeros(0, dtype=torch.float64)
-        if deep is not None:
-            deep.close()
-            means, maxima, heard = deep.read()
+    def _finish_step(self, grad_norm: Loss) -> list[Alarm]:
+        step, recorder = self.steps, self._recorder if self._is_deep(self.steps) else None
+        means: list[Key] = []
+        maxima: list[Key] = []
+        stats = torch.zeros(0, dtype=torch.float64)
+        if recorder is not None:
+            recorder.close()
+            means, maxima, stats = recorder.read()
         failed, pending, self._losses = self._error is not None, self._losses, []
-        shared = exchange(self._together, pending, width=self.every, failed=failed, names=(means, maxima))
-        self._agreed = shared.failed
+        shared = share_losses(self._processes, pending, width=self.every, failed=failed, names=(means, maxima))
+        self._error_shared = shared.failed
         if shared.failed:
             raise RuntimeError("an error in the watcher of another process")
-        if self._together.several and shared.alike and len(heard):
-            heard = layers_of.combine(means, maxima, self._together.gather(heard))
+        if self._processes.groups and shared.same_layers and len(stats):
+            stats = combine(len(means), self._processes.gather(stats))
         signals, state = self._signals, self._deep
         self._signals, self._deep = None, []
-        device = self._together.device
         sums = signals.sums if signals is not None else torch.zeros(0, dtype=torch.float64)
-        # Everything in one transfer: a device is asked once per look.
-        parts = [shared.losses, heard, sums.flatten(), *state]
-        host = torch.cat([x.to(device, torch.float64).flatten() for x in parts]).cpu()
-        losses, heard, sums, *last = host.split([x.numel() for x in parts])
+        # One transfer for everything: the device is synchronised once per measurement.
+        parts = [shared.losses, stats, sums.flatten(), *state]
+        host = torch.cat([x.to(self._processes.device, torch.float64).flatten() for x in parts]).cpu()
+        split: Any = torch.split(host, [x.numel() for x in parts])
+        losses, stats, sums, *last = split
         tensors = to_record(self._plan, sums.view(-1, 6)) if signals is not None else {}
-        layers = layers_of.name_layers(means, maxima, heard.tolist())
+        layers = name_layers([*means, *maxima], stats.tolist())
         totals = totals_of.summarise(tensors, layers, self._plan, [x.tolist() for x in last])
         self._count_clips(totals, grad_norm)
         given = [x if known else None for x, known in zip(losses.tolist(), shared.given, strict=True)]
-        alarms = self._alarms + self._judge(step, given, tensors, layers, totals)
-        self._alarms = []
+        alarms, self._alarms = self._alarms + self._check(given, tensors, layers, totals), []
         loss = given[-1] if given else None
         self._record = {"step": step, "loss": loss, "tensors": tensors, "layers": layers, "totals": totals}
         return alarms + self.actor.after_alarms(step, alarms)
 
-    def _judge(
-        self,
-        step: int,
-        losses: Sequence[float | None],
-        tensors: Mapping[str, Mapping[str, float]],
-        layers: Mapping[str, Mapping[str, float]],
-        totals: dict[str, float],
+    def _check(
+        self, losses: Sequence[float | None], tensors: Records, layers: Records, totals: dict[str, float]
     ) -> list[Alarm]:
+        step, detector = self.steps, self.detector
         alarms: list[Alarm] = []
         for number, loss in enumerate(losses, start=step - len(losses) + 1):
             if loss is not None:
-                totals["loss_ratio"] = self.detector.loss_ratio(loss, self.detector.best)
-                alarms += self.detector.see_loss(number, loss)
-        alarms += self.detector.see_tensors(step, tensors, self._hints)
-        alarms += self.detector.see_layers(step, layers)
+                totals["loss_ratio"] = detector.loss_ratio(loss)
+                alarms += detector.check_loss(number, loss)
+        alarms += detector.check_tensors(step, tensors, self._hints)
+        alarms += detector.check_layers(step, layers)
         if self._is_deep(step):
             moving = {(name, "param_rms"): x["param_rms"] for name, x in tensors.items()}
             moving |= {(name, "logit_max"): x["logit_max"] for name, x in layers.items() if "logit_max" in x}
             moving |= {("output", signal): totals[signal] for signal in ("logz", "logit_max") if signal in totals}
-            alarms += self.detector.see_drift(step, moving)
+            alarms += detector.check_drift(step, moving)
         return alarms
 
     def _count_clips(self, totals: dict[str, float], grad_norm: Loss) -> None:
@@ -272,21 +263,19 @@ class Watch:
             self._clipped = [*self._clipped, int(clipped)][-self.detector.rules.window :]
             totals["clip_fraction"] = sum(self._clipped) / len(self._clipped)
 
-    # --- What it is made of
-
     def _is_due(self, step: int) -> bool:
         return bool(self._hooks) and step % self.every == 0
 
     def _is_deep(self, step: int) -> bool:
         return self._is_due(step) and step % self.deep_every < self.every
 
-    def _listen(self) -> None:
-        """Be ready for the next step's forward pass."""
-        if self._ear is not None and self._is_deep(self.steps + 1):
-            self._ear.open()
+    def _open_taps(self) -> None:
+        """Record the next step's forward pass, if it is due."""
+        if self._recorder is not None and self._is_deep(self.steps + 1):
+            self._recorder.open()
 
     def _replan(self) -> None:
-        """Parameters may come and go."""
+        """Update the list of watched tensors if the optimizer's parameters have changed."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True)):
             return
@@ -308,20 +297,17 @@ class Watch:
     def _note_error(self, error: Exception) -> None:
         self._error = self._error or f"{type(error).__name__}: {error}"
 
-    def _own_alarm(self) -> Alarm:
-        text = f"{self._error}. The training goes on without its watcher"
-        return Alarm(self.steps, "watcher error", "the watcher itself", "error", math.nan, NOTHING, text)
-
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Some libraries wrap the optimizer in one of their own."""
+    """The optimizer inside wrappers such as Accelerate's."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     found: torch.optim.Optimizer = optimizer
     return found
 
 
-def _reduced(optimizer: torch.optim.Optimizer) -> Alarm:
-    name = type(optimizer).__name__
-    text = "It keeps no second moment, so RMS_t and the share of eps are not measured, and RMS spikes not found"
-    return Alarm(0, "reduced", name, "rms", math.nan, NOTHING, text)
+def _reduced_alarm(optimizer: torch.optim.Optimizer) -> Alarm:
+    text = (
+        "This optimizer keeps no second moment: RMS_t and eps_share are not measured, and rms spikes are not detected"
+    )
+    return Alarm(0, "reduced", type(optimizer).__name__, "rms", math.nan, NO_RANGE, text)

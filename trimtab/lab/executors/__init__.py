@@ -1,10 +1,10 @@
-"""Where cells run: on this machine, or on a Ray cluster, behind four methods.
+"""Executors run cells: processes of this machine, or tasks of a Ray cluster.
 
     sweep  --submit(Job)-->  executor  -->  a worker: one cell, one thread
-           <--wait()-------  Outcome        "done", "stopped", "raised" or "lost"
+           <--wait()-------  Outcome        complete, stopped, raised or lost
 
-A job is plain JSON and a worker answers in plain JSON; everything else that a cell has to say it says in the files of
-its run. Executors never retry: what is worth another try is for the sweep to decide, the same way everywhere.
+A job and its outcome are plain JSON; all results of a cell are in its run folder. Executors never retry: the sweep
+decides which cells to run again.
 """
 
 from collections.abc import Mapping
@@ -21,34 +21,34 @@ class Job:
     name: str
     config: Mapping[str, Any]  # a RunConfig as JSON
     folder: str  # of the run
-    url: str | None = None  # where the worker puts the files when they are complete, if it does not share our disk
-    log: str | None = None  # file for what a worker prints
+    url: str | None = None  # address to which the worker copies the complete run, if it has another disk
+    log: str | None = None  # file for the worker's output
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: complete, asked to stop (with a checkpoint), with an exception, or its worker is gone."""
+    """How a job ended: complete, stopped by request (with a checkpoint), by an exception, or with its worker lost."""
 
     name: str
-    kind: Literal["done", "stopped", "raised", "lost"]
+    kind: Literal["complete", "stopped", "raised", "lost"]
     error: str = ""
 
 
 class Executor(Protocol):
-    shared: bool  # whether workers write to the disk that we read
+    shared: bool  # whether workers write to the disk that the sweep reads
 
     @property
     def slots(self) -> int:
-        """Cells that can run at the same time."""
+        """Number of cells that can run at the same time."""
 
     def submit(self, job: Job) -> None:
         """Start a cell. Never called for more cells than there are slots."""
 
     def wait(self, timeout_s: float) -> list[Outcome]:
-        """Those that have ended, as soon as there is one; none after the timeout."""
+        """Return the jobs that have ended, as soon as there is one; an empty list after the timeout."""
 
     def close(self) -> None:
-        """Ask the workers that still run to stop with a checkpoint, and wait for that, but not for long."""
+        """Stop the running workers: request a checkpoint, wait a limited time, then kill."""
 
 
 def make_executor(name: str, slots: int | None = None) -> Executor:
@@ -63,4 +63,4 @@ def make_executor(name: str, slots: int | None = None) -> Executor:
         from trimtab.lab.executors.ray import RayExecutor
 
         return RayExecutor(slots)
-    raise ValueError(f"executor {name!r} is not known; try one of {', '.join(NAMES)}")
+    raise ValueError(f"unknown executor {name!r}; try one of {', '.join(NAMES)}")

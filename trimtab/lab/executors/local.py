@@ -1,10 +1,10 @@
-"""Cells on this machine: one fresh process with one thread for each, as many at a time as there are cores.
+"""Cells in processes of this machine: a new process with one thread for each cell, one process per core.
 
-    sweep --> fork server (imported torch once, 1-2 s) --fork, 20 ms--> worker: one cell, then it is gone
+    sweep --> fork server (imports torch once, 1-2 s) --fork, 20 ms--> worker: one cell, then it exits
 
-A model of a few layers keeps one core busy and gains little from a second, so cells side by side are what fills a
-machine. A worker that runs out of memory or is killed takes nobody with it. When the sweep dies, whatever the way, its
-workers die too: nobody may write to a run that the next sweep goes on with.
+A small model keeps one core busy and gains little from a second, so independent processes use a machine best. A worker
+that runs out of memory or is killed does not affect the others. When the sweep's process dies, its workers exit too, so
+that they cannot write to a run that the next sweep continues.
 """
 
 import contextlib
@@ -23,15 +23,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from trimtab.lab.executors import Job, Outcome
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
-
-PATIENCE_S = 20.0  # for a worker that was asked to stop: the end of its step, and a checkpoint
-# The compiler and its algebra are imported by the first optimizer of a process, for nothing, in about a second.
+PATIENCE_S = 20.0  # for a stopping worker: the rest of its step and a checkpoint
+# The first optimizer of a process imports the compiler, which takes about a second; the fork server does it once.
 PRELOAD = ["trimtab.lab.executors.worker", "torch._dynamo"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -44,21 +41,17 @@ class _Running:
 
 
 class LocalExecutor:
-    """Processes of this machine. Can be used again after it was closed."""
+    """Processes of this machine. Can be used again after `close`."""
 
     shared = True
 
     def __init__(self, slots: int | None = None) -> None:
-        self._slots = slots or count_cores()
+        self.slots = slots or count_cores()
         self.running: dict[str, _Running] = {}
         methods = multiprocessing.get_all_start_methods()
         self.context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
         if "forkserver" in methods:
             self.context.set_forkserver_preload(PRELOAD)
-
-    @property
-    def slots(self) -> int:
-        return self._slots
 
     def submit(self, job: Job) -> None:
         ours, theirs = self.context.Pipe(duplex=False)
@@ -81,13 +74,13 @@ class LocalExecutor:
         try:
             for each in self.running.values():
                 each.process.join(max(0.0, deadline - time.monotonic()))
-        finally:  # a second Ctrl-C comes here at once
+        finally:  # also after a second Ctrl-C
             for each in list(self.running.values()):
                 each.process.kill()
                 self._collect(each)
 
     def _collect(self, each: _Running) -> Outcome:
-        """What an ended worker answered, or that it could not."""
+        """The outcome that an ended worker sent; "lost" if it sent none."""
         each.process.join()
         del self.running[each.job.name]
         try:
@@ -97,13 +90,13 @@ class LocalExecutor:
         each.answer.close()
         code = each.process.exitcode
         each.process.close()
-        return outcome or Outcome(each.job.name, "lost", f"{_name_exit(code)}{_read_end(each.job.log)}")
+        return outcome or Outcome(each.job.name, "lost", f"{_describe_exit(code)}{_last_output(each.job.log)}")
 
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Python's workers import the main module of their parent: for nothing here, and without end where it is a script
-    that starts a sweep and has no `if __name__ == "__main__"`. What they do not see they do not import."""
+    """Hide the main module: a worker would import it, and a script that calls `sweep` without
+    `if __name__ == "__main__"` would start another sweep in each worker."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -113,7 +106,7 @@ def _without_main() -> Iterator[None]:
 
 
 def count_cores() -> int:
-    """Cores that this process may use, which in a container or a batch job can be fewer than the machine has."""
+    """Cores that this process may use; in a container or a batch job these can be fewer than the machine has."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable else os.cpu_count() or 1
 
@@ -123,42 +116,42 @@ def count_cores() -> int:
 
 def _main(text: str, answer: Connection) -> None:
     with contextlib.suppress(OSError):
-        os.setsid()  # Ctrl-C in the terminal is for the sweep, which then asks each worker once
-    threading.Thread(target=_die_with_parent, name="trimtab-parent", daemon=True).start()
-    os.environ.update(_ONE_THREAD)  # for what it starts; torch has been told by the config
+        os.setsid()  # the terminal's Ctrl-C reaches only the sweep, which then stops each worker once
+    threading.Thread(target=_exit_with_parent, name="trimtab-parent", daemon=True).start()
+    os.environ.update(_ONE_THREAD)  # for child processes; the config sets torch's own threads
     job = Job(**json.loads(text))
-    if job.log is not None:
-        _redirect(Path(job.log))
+    lock = _redirect(Path(job.log)) if job.log is not None else None
     from trimtab.lab.executors.worker import work
 
-    outcome = work(job)
-    answer.send_bytes(json.dumps(asdict(outcome)).encode())
+    answer.send_bytes(json.dumps(asdict(work(job))).encode())
+    if lock is not None:
+        lock.release()
 
 
-def _die_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
-def _redirect(log: Path) -> None:
-    """Standard output and error into a file, which also is the lock of the cell: a worker whose sweep was killed a
-    moment ago is gone before the next one starts."""
+def _redirect(log: Path) -> FileLock:
+    """Send standard output and error to a file. Its lock is held until the worker exits: a worker whose sweep was
+    killed a moment ago must be gone before the next worker of the cell starts."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    if fcntl is not None:
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    os.ftruncate(descriptor, 0)
+    lock = FileLock(log.with_name(f".{log.name}.lock"))
+    with contextlib.suppress(OSError, NotImplementedError):  # some network file systems have no locks
+        lock.acquire()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    return lock
 
 
-# --- What is said of a worker that is gone
+# --- The error of a lost worker
 
 
-def _name_exit(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             name = signal.Signals(-code).name
@@ -166,11 +159,10 @@ def _name_exit(code: int | None) -> str:
     return f"the worker ended with exit code {code}"
 
 
-def _read_end(log: str | None) -> str:
-    """The last line that a worker printed."""
+def _last_output(log: str | None) -> str:
     try:
-        lines = Path(log).read_text(errors="replace").split("\n") if log else []
+        text = Path(log).read_text(errors="replace") if log else ""
     except OSError:
         return ""
-    said = [line.strip() for line in lines if line.strip()]
-    return f"; it said: {said[-1][:300]}" if said else ""
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    return f"; its last output: {lines[-1][:300]}" if lines else ""

@@ -1,28 +1,28 @@
-"""Cells on a Ray cluster: a task with one core for each.
+"""Cells as tasks of a Ray cluster, one core each.
 
-An existing cluster is used where there is one (RAY_ADDRESS, or `ray start` on this machine); otherwise a local one is
-started and stopped again. The machines need Trimtab, and a folder that all of them see, or an fsspec address: then each
-worker runs in a scratch folder of its own and copies the run when it is complete.
+An existing cluster is used if there is one (RAY_ADDRESS, or `ray start` on this machine); otherwise a local one is
+started and stopped again. The machines need Trimtab, and a folder that all of them share or an fsspec address: then
+each worker runs in its own scratch folder and copies the run when it is complete.
 
     trimtab lab --executor ray --out /shared/lab          RAY_ADDRESS=... trimtab lab --executor ray --out s3://...
 
-Ray's own retries are off. The sweep retries, and sees whether a cell gets further.
+Ray's own retries are off; the sweep retries, because it can see whether a cell makes progress.
 """
 
 import json
 import logging
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from trimtab.extras import load_extra
 from trimtab.lab.executors import Job, Outcome
 
-PATIENCE_S = 20.0  # for workers that were asked to stop
+PATIENCE_S = 20.0  # for workers that are stopping
 
 
 class RayExecutor:
-    """Tasks of a Ray cluster, which it leaves as it found it."""
+    """Tasks of a Ray cluster. A cluster that was already running keeps running after `close`."""
 
     shared = False
 
@@ -33,7 +33,7 @@ class RayExecutor:
         self.started = not self.ray.is_initialized()
         if self.started:
             self._connect(address or os.environ.get("RAY_ADDRESS"), slots)
-        # A fresh process for nothing: torch takes seconds to import there, and a cell leaves nothing behind.
+        # Ray reuses worker processes: importing torch takes seconds, and a cell leaves no state behind.
         self.task = self.ray.remote(num_cpus=1, max_retries=0)(_run)
 
     @property
@@ -53,7 +53,7 @@ class RayExecutor:
     def close(self) -> None:
         try:
             for each in self.running:
-                self.ray.cancel(each, force=False)  # Ctrl-C in the worker: it writes a checkpoint
+                self.ray.cancel(each, force=False)  # KeyboardInterrupt in the worker: it writes a checkpoint
             if self.running:
                 self.ray.wait(list(self.running), num_returns=len(self.running), timeout=PATIENCE_S)
         finally:
@@ -85,15 +85,12 @@ class RayExecutor:
 
 
 def _run(text: str) -> str:
-    """In a worker of the cluster."""
-    from dataclasses import asdict, replace
-
-    from trimtab.lab.executors import Job
+    """Run a job in a worker of the cluster."""
     from trimtab.lab.executors.worker import work
     from trimtab.lab.store import open_store
 
     job = Job(**json.loads(text))
-    if job.url is not None:  # our disk may be another one than the sweep's
+    if job.url is not None:  # the worker's disk may be another one than the sweep's
         job = replace(job, folder=str(open_store(job.url).local))
     return json.dumps(asdict(work(job)))
 

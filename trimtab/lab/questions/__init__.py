@@ -1,11 +1,9 @@
-"""Questions: one file each, with a study that can answer it and the rule by which the answer passes.
+"""Questions of the papers: one file each, with a study that can answer it and the rules that decide its claims.
 
     trimtab lab --study qk-norm                QUESTIONS["qk-norm"].study(), then .answer(findings)
 
-A new question is a new file and a name in the list below.
+A new question is a new file with a QUESTION, and its name in the list below.
 """
-
-from types import ModuleType
 
 from trimtab.lab.questions import (
     attention,
@@ -26,28 +24,39 @@ from trimtab.lab.questions import (
     width_depth,
     z_loss,
 )
-from trimtab.lab.questions.asking import Check
-from trimtab.lab.subjects import did_you_mean
-from trimtab.train.config import ConfigError
+from trimtab.lab.questions.question import Check, Question
+from trimtab.train.config import ConfigError, did_you_mean
 
-_ALL: tuple[ModuleType, ...] = (qk_norm, z_loss, warmup, decay, width_depth, mup, steps, qk_norm_kind, batch)
-_ALL += (attention, prediction, kappa, eps, eight_bits, switchback, beta2, seqlen_warmup)
-QUESTIONS: dict[str, ModuleType] = {question.NAME: question for question in _ALL}
+_PROXIES = (
+    qk_norm,
+    z_loss,
+    warmup,
+    decay,
+    width_depth,
+    mup,
+    steps,
+    qk_norm_kind,
+    batch,
+    attention,
+    prediction,
+    kappa,
+    eps,
+)
+_OTHERS = (eight_bits, switchback, beta2, seqlen_warmup)
+QUESTIONS: dict[str, Question] = {module.QUESTION.name: module.QUESTION for module in (*_PROXIES, *_OTHERS)}
 
 
-def find_question(name: str) -> ModuleType:
-    known = name.replace("_", "-")
-    if known not in QUESTIONS:
-        raise ConfigError(
-            f"there is no question {name!r}{did_you_mean(known, QUESTIONS)} There are {', '.join(QUESTIONS)}"
-        )
-    return QUESTIONS[known]
+def find_question(name: str) -> Question:
+    found = QUESTIONS.get(name.replace("_", "-"))
+    if found is None:
+        hint = did_you_mean(name, QUESTIONS)
+        raise ConfigError(f"there is no question {name!r}.{hint} The questions are {', '.join(QUESTIONS)}")
+    return found
 
 
 def list_questions() -> list[tuple[str, str, float]]:
-    """Rows of (name, what it asks, minutes on two cores)."""
-    studies = [question.study() for question in _ALL]
-    return [(study.name, study.question, round(study.minutes or 0, 1)) for study in studies]
+    """Rows of (name, question, minutes on two cores)."""
+    return [(name, one.text, round(one.study().minutes or 0, 1)) for name, one in QUESTIONS.items()]
 
 
-__all__ = ["QUESTIONS", "Check", "find_question", "list_questions"]
+__all__ = ["QUESTIONS", "Check", "Question", "find_question", "list_questions"]

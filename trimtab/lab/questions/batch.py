@@ -1,20 +1,16 @@
-"""Does a larger batch on the same data change the sensitivity? Figure E.9 of Wortsman et al. 2023b."""
+"""Does the batch size change the sensitivity, on the same data? Figure E.9 of Wortsman et al. 2023b."""
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import STEADIED, Check, S, Seen, ask, judge, within
-from trimtab.lab.study import Study
+from collections.abc import Iterator
 
-NAME = "batch"
+from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, S, judge, within
+
 ARMS = {f"batch {batch}": (f"batch={batch}",) for batch in (16, 32, 64)}
 
 
-def study() -> Study:
-    """About 6 minutes on two cores."""
-    question = "Does the batch change the sensitivity?"
-    return ask(NAME, question, arms=ARMS, sizes=(S,), steps=1000, always=STEADIED)
+def check(found: Evidence) -> Iterator[Check]:
+    yield judge(
+        "sensitivity differs by at most 25% from batch 16 to 64", found.sensitivity(*ARMS, size=S), within(0.25)
+    )
 
 
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    sensitivities = {arm: seen.sensitivity(arm, S) for arm in ARMS}
-    return [judge("sensitivity stays within 25% from batch 16 to 64", sensitivities, within(0.25))]
+QUESTION = Question("batch", __doc__, ARMS, check, sizes=(S,), steps=1000, always=STEADIED)

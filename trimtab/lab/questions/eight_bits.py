@@ -1,13 +1,11 @@
-"""Does 8-bit optimizer state make a recipe more sensitive? Dettmers et al. 2022, asked with the sensitivity of P3.
-
-Tensors of fewer than 4096 values keep 32 bits, so the model is one whose matrices are larger.
+"""Is 8-bit optimizer state as stable as 32-bit state? Dettmers et al. 2022, with the sensitivity of Wortsman et al.
+2023b. Tensors of fewer than 4096 values keep 32 bits, so the model has larger matrices.
 """
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import STEADIED, Check, M, Seen, ask, judge
-from trimtab.lab.study import Study
+from collections.abc import Iterator
 
-NAME = "eight-bits"
+from trimtab.lab.questions.question import STEADIED, Check, Evidence, M, Question, at_most, judge
+
 ARMS = {
     "32 bits": (),
     "8 bits": ("8-bit",),
@@ -16,20 +14,11 @@ ARMS = {
 }
 
 
-def study() -> Study:
-    """About 11 minutes on two cores."""
-    return ask(NAME, "Is 8-bit state as steady as 32-bit?", arms=ARMS, always=STEADIED)
-
-
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    checks = []
+def check(found: Evidence) -> Iterator[Check]:
     for arm in list(ARMS)[1:]:
-        sensitivities = {name: seen.sensitivity(name) for name in ("32 bits", arm)}
-        losses = {name: seen.best(name) for name in ("32 bits", arm)}
-        at = f"{arm}, at {M}"
-        checks += [
-            judge(f"{at}: no more than 25% more sensitive", sensitivities, lambda a, b: b <= 1.25 * a),
-            judge(f"{at}: the best loss is within 1%", losses, lambda a, b: b <= 1.01 * a),
-        ]
-    return checks
+        claim = f"{arm}, at {M}: sensitivity at most 25% higher"
+        yield judge(claim, found.sensitivity("32 bits", arm), at_most(1.25))
+        yield judge(f"{arm}, at {M}: best loss at most 1% higher", found.best("32 bits", arm), at_most(1.01))
+
+
+QUESTION = Question("eight-bits", __doc__, ARMS, check, always=STEADIED)

@@ -1,45 +1,36 @@
-"""Does muParam keep the best learning rate in place when a model grows wider? Figures 8 and E.5 of the same paper.
+"""Does muParam keep the best learning rate constant as the width grows? Figures 8 and E.5 of Wortsman et al. 2023b.
 
-Two layers, base width 16, qk-norm on. The paper: it does, and lowers neither loss nor sensitivity.
+Two layers, base width 16, qk-norm on. In the paper it does, and lowers neither loss nor sensitivity.
 """
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, grid_steps, judge
-from trimtab.lab.study import HALF_DECADES, Study
+from collections.abc import Iterator
 
-NAME = "mup"
+from trimtab.analysis.findings import Status
+from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, judge
+from trimtab.lab.study import HALF_DECADES
+
 SIZES = ("2x16", "2x32", "2x64", "2x128")
 ARMS = {"standard": (), "muParam": ("mup=simple",), "full muParam": ("mup=full",)}
-RATES = HALF_DECADES[1:9]  # up to 1: the best rate moves over much of it
+LEARNING_RATES = HALF_DECADES[1:9]  # up to 1: the best learning rate moves over much of it
 
 
-def study() -> Study:
-    """About 24 minutes on two cores."""
-    return ask(NAME, "Does muParam keep the best rate in place?", arms=ARMS, sizes=SIZES, lrs=RATES, always=STEADIED)
+def check(found: Evidence) -> Iterator[Check]:
+    claim = "with muParam the best learning rate moves by at most one point of the grid"
+    yield judge(claim, _moved(found, "muParam"), lambda x: abs(x) <= 1)
+    yield judge("without it, it moves down by at least one", _moved(found, "standard"), lambda x: x <= -1)
+    sensitivities = found.sensitivity("standard", "muParam", size=SIZES[-1])
+    yield judge("muParam lowers the sensitivity by at most 10%", sensitivities, lambda a, b: b >= 0.9 * a)
+    last = found.runs("full muParam", SIZES[-1], 1.0)
+    complete = sum(run.status == Status.DONE for run in last) / len(last) if last else None
+    yield judge("full muParam with qk-norm trains at learning rate 1", {"share of runs": complete}, lambda x: x == 1)
 
 
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    moved = {arm: _moved(seen, arm) for arm in ("standard", "muParam")}
-    sensitivities = {arm: seen.sensitivity(arm, SIZES[-1]) for arm in moved}
-    last = seen.runs("full muParam", SIZES[-1], 1.0)
-    finite = sum(run.status == "done" for run in last) / len(last) if last else None
-    return [
-        judge(
-            "with muParam the best rate moves by one point of the grid at most",
-            {"points to the right": moved["muParam"]},
-            lambda x: abs(x) <= 1,
-        ),
-        judge(
-            "without it it moves to the left by one at least",
-            {"points to the right": moved["standard"]},
-            lambda x: x <= -1,
-        ),
-        judge("muParam does not lower the sensitivity by more than a tenth", sensitivities, lambda a, b: b >= 0.9 * a),
-        judge("full muParam with qk-norm trains at a rate of 1", {"share of runs": finite}, lambda x: x == 1),
-    ]
+def _moved(found: Evidence, arm: str) -> dict[str, float | None]:
+    first, last = (found.best_lr(arm, size) for size in (SIZES[0], SIZES[-1]))
+    if first is None or last is None:
+        return {"points up": None}
+    grid = sorted({*LEARNING_RATES, first, last})
+    return {"points up": float(grid.index(last) - grid.index(first))}
 
 
-def _moved(seen: Seen, arm: str) -> float | None:
-    first, last = (seen.best_lr(arm, size) for size in (SIZES[0], SIZES[-1]))
-    return None if first is None or last is None else float(grid_steps(first, last, RATES))
+QUESTION = Question("mup", __doc__, ARMS, check, sizes=SIZES, lrs=LEARNING_RATES, always=STEADIED)

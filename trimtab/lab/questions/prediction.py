@@ -1,42 +1,33 @@
-"""Do small models foretell the attention logits of a larger one? Figure 9 of Wortsman et al. 2023b.
+"""Can the attention logits of a larger model be predicted? Figure 9 of Wortsman et al. 2023b.
 
-One fit per learning rate over the smaller sizes; the largest is predicted and measured.
+One fit per learning rate over the smaller sizes; the largest size is predicted and measured.
 """
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import Check, L, Seen, ask, judge
-from trimtab.lab.study import Study
+from collections.abc import Iterator
+
+from trimtab.lab.questions.question import Check, Evidence, L, Question, judge
 from trimtab.report.sentences import critical_words
 
-NAME = "prediction"
 SIZES = ("2x16", "2x32", "3x48", "3x64", "3x96", L)
 LRS = (0.01, 0.03, 0.1, 0.3)
 
 
-def study() -> Study:
-    """About 10 minutes on two cores."""
-    question = "Can the logits of a larger model be foretold?"
-    return ask(NAME, question, arms={"plain": ()}, sizes=SIZES, lrs=LRS)
-
-
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    there = all(seen.runs("plain", size, lr) for size in SIZES for lr in LRS)
-    fits = [fit for fit in findings.fits if (fit.study, fit.signal) == (NAME, "logit_max")]
-    factors = {f"{fit.lr:g}": fit.backtest.factor for fit in fits if fit.backtest is not None} if there else {}
+def check(found: Evidence) -> Iterator[Check]:
+    findings = found.findings
+    complete = all(found.runs("plain", size, lr) for size in SIZES for lr in LRS)
+    fits = [fit for fit in findings.fits if (fit.study, fit.signal) == (found.study, "logit_max") and complete]
+    factors = {f"{fit.lr:g}": fit.backtest.factor for fit in fits if fit.backtest is not None}
+    if len(factors) < len(LRS):
+        factors = {}
+    claim = f"the forecast of the largest logit of {L} is within a factor of 3 at every learning rate"
+    yield judge(claim, dict(factors), lambda *x: max(x) <= 3, note="factor by learning rate")
     critical = findings.critical
-    whole = len(factors) == len(LRS)
-    return [
-        judge(
-            f"the largest logit of {L} is foretold within 3 times at every learning rate",
-            dict(factors) if whole else {},
-            lambda *x: max(x) <= 3,
-            note="times off, by learning rate",
-        ),
-        judge(
-            "the runs themselves show the logit above which training fails",
-            {"critical logit": critical.value} if whole else {},
-            lambda x: critical.measured,
-            note=critical_words(critical),
-        ),
-    ]
+    yield judge(
+        "the runs show the logit above which training fails",
+        {"critical logit": critical.value} if factors else {},
+        lambda _: critical.measured,
+        note=critical_words(critical),
+    )
+
+
+QUESTION = Question("prediction", __doc__, {"plain": ()}, check, sizes=SIZES, lrs=LRS)

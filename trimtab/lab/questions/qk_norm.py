@@ -1,85 +1,73 @@
-"""Does attention-logit growth break high learning rates, earlier in larger models, and does qk-norm cure it?
+"""Does qk-norm stabilise high learning rates? Figures 1 and 2 of Wortsman et al. 2023b.
 
-Figures 1 and 2 of Wortsman et al. 2023b.
+The paper: growing attention logits limit the learning rate, more so in larger models, and qk-norm prevents it.
 """
 
-from trimtab.analysis.findings import Findings, Points
-from trimtab.lab.questions.asking import XS, Check, M, S, Seen, ask, growth, judge, mean
-from trimtab.lab.study import Study
+from collections.abc import Iterator
+from math import inf, nan
 
-NAME = "qk-norm"
+from trimtab.analysis.findings import Points
+from trimtab.lab.questions.question import XS, Check, Evidence, M, Question, S, growth, judge, mean
+
+ARMS = {"plain": (), "qk-norm": ("qk-norm",)}
 SIZES = (XS, S, M)
 HIGH = (0.1, 0.3)
 
 
-def study() -> Study:
-    """About 9 minutes on two cores."""
-    return ask(
-        NAME, "Does qk-norm steady high learning rates?", arms={"plain": (), "qk-norm": ("qk-norm",)}, sizes=SIZES
-    )
+def check(found: Evidence) -> Iterator[Check]:
+    claim = f"at {M} the sensitivity without qk-norm is at least 1.5 times that with it"
+    yield judge(claim, found.sensitivity(*ARMS), lambda off, on: off >= 1.5 * on)
+    yield _same_below(found)
+    yield _failing(found)
+    for lr in HIGH:
+        yield from _logits(found, lr)
 
 
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    sensitivities = {arm: seen.sensitivity(arm) for arm in ("plain", "qk-norm")}
-    return [
-        judge(
-            f"at {M} the sensitivity without qk-norm is at least 1.5 times that with it",
-            sensitivities,
-            lambda off, on: off >= 1.5 * on,
-        ),
-        _same_below(seen),
-        _failing(seen),
-        *(check for lr in HIGH for check in _logits(seen, lr)),
-    ]
-
-
-def _same_below(seen: Seen) -> Check:
-    claim = "below the first failure both have the same loss, within 2%"
-    off, on = seen.curve("plain"), seen.curve("qk-norm")
+def _same_below(found: Evidence) -> Check:
+    claim = "below the first failing learning rate the losses differ by at most 2%"
+    off, on = (found.curve(arm) for arm in ARMS)
     if off is None or on is None or off.lrs != on.lrs:
         return Check(claim, None, "not enough finished runs")
     end = off.failing_lr or max(off.lrs) * 2
-    apart = {f"{lr:g}": b / a - 1 for lr, a, b in zip(off.lrs, off.loss, on.loss, strict=True) if lr < end}
-    return judge(claim, apart, lambda *shares: max(map(abs, shares)) < 0.02, note="share by learning rate")
+    shares = {f"{lr:g}": b / a - 1 for lr, a, b in zip(off.lrs, off.loss, on.loss, strict=True) if lr < end}
+    return judge(claim, shares, lambda *x: max(map(abs, x)) < 0.02, note="relative difference by learning rate")
 
 
-def _failing(seen: Seen) -> Check:
-    """A size at which nothing fails counts as failing above the grid."""
-    curves = {size: seen.curve("plain", size) for size in SIZES}
-    rates = {size: (curve.failing_lr or 2 * max(curve.lrs)) if curve else None for size, curve in curves.items()}
-    claim = "without qk-norm the first failing learning rate does not grow with the size, and the largest has one"
+def _failing(found: Evidence) -> Check:
+    """A size without a failure counts as failing above the grid."""
+    curves = {size: found.curve("plain", size) for size in SIZES}
+    first = {size: (curve.failing_lr or 2 * max(curve.lrs)) if curve else None for size, curve in curves.items()}
+    claim = "without qk-norm the first failing learning rate does not grow with the size, and the largest size has one"
     top = max((max(curve.lrs) for curve in curves.values() if curve), default=0.0)
-    return judge(claim, rates, lambda *r: list(r) == sorted(r, reverse=True) and r[-1] <= top)
+    return judge(claim, first, lambda *x: list(x) == sorted(x, reverse=True) and x[-1] <= top)
 
 
-def _logits(seen: Seen, lr: float) -> list[Check]:
-    off, on = seen.runs("plain", M, lr), seen.runs("qk-norm", M, lr)
-    grown = mean([growth(run.logits) or float("nan") for run in off])
-    tops = {name: mean([top(run.logits) for run in runs]) for name, runs in (("plain", off), ("qk-norm", on))}
+def _logits(found: Evidence, lr: float) -> Iterator[Check]:
+    off, on = (found.runs(arm, M, lr) for arm in ARMS)
+    at = f"at {M} and learning rate {lr:g}"
+    factor = {"factor": mean(growth(run.logits) for run in off)}
+    yield judge(f"{at} the largest attention logit grows tenfold without qk-norm", factor, lambda x: x >= 10)
+    largest = {
+        arm: mean(max((value for _, value in run.logits), default=nan) for run in runs)
+        for arm, runs in zip(ARMS, (off, on), strict=True)
+    }
+    yield judge(f"{at} it stays ten times lower with qk-norm", largest, lambda a, b: a >= 10 * b)
     leads = [steps for run in off if (steps := lead(run.logits, run.losses)) is not None]
-    at = f"at {M} and a learning rate of {lr:g}"
-    return [
-        judge(f"{at} the largest attention logit grows ten times without qk-norm", {"times": grown}, lambda x: x >= 10),
-        judge(f"{at} it stays ten times lower with qk-norm", tops, lambda a, b: a >= 10 * b),
-        judge(f"{at} it grows before the loss rises", {"steps ahead": mean(leads)}, lambda x: x > 0),
-    ]
-
-
-def top(points: Points) -> float:
-    return max((value for _, value in points), default=float("nan"))
+    yield judge(f"{at} it grows before the loss rises", {"steps ahead": mean(leads)}, lambda x: x > 0)
 
 
 def lead(logits: Points, losses: Points) -> float | None:
-    """Steps from when the logits are ten times the first to when the loss is 5% above its lowest, if both happen."""
+    """Steps from the logits at ten times the first to the loss at 5% above its lowest, if both happen."""
     values = [(step, value) for step, value in logits if value > 0]
     grown = next((step for step, value in values if value >= 10 * values[0][1]), None)
-    lowest, risen = float("inf"), None
+    lowest, risen = inf, None
     for i in range(4, len(losses)):
-        # Means of five: single batches differ by more than 5%.
-        now = sum(value for _, value in losses[i - 4 : i + 1]) / 5
+        now = sum(value for _, value in losses[i - 4 : i + 1]) / 5  # single batches differ by more than 5%
         lowest = min(lowest, now)
         if now > 1.05 * lowest:
             risen = losses[i][0]
             break
     return None if grown is None or risen is None else float(risen - grown)
+
+
+QUESTION = Question("qk-norm", __doc__, ARMS, check, sizes=SIZES)

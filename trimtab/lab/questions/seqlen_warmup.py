@@ -1,43 +1,29 @@
-"""Do short sequences at first steady a run, and better than small batches do? Li et al. 2022.
+"""Does sequence length warmup stabilise a run, and more than batch-size warmup does? Li et al. 2022.
 
-All arms see as many tokens. The model is plain: what is asked is whether the schedule alone helps.
+All arms train on the same number of tokens. The model has no other intervention.
 """
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import Check, M, Seen, ask, judge, mean
-from trimtab.lab.study import Study
+from collections.abc import Iterator
 
-NAME = "seqlen-warmup"
+from trimtab.lab.questions.question import Check, Evidence, M, Question, at_most, falls, judge, mean
+
 ARMS = {"full length": (), "sequence length": ("seqlen-warmup=0.3",), "batch": ("batch-warmup=0.3",)}
 HIGH = (0.03, 0.1, 0.3)
 
 
-def study() -> Study:
-    """About 8 minutes on two cores."""
-    return ask(NAME, "Does sequence length warmup steady a run?", arms=ARMS)
+def check(found: Evidence) -> Iterator[Check]:
+    pair = ("full length", "sequence length")
+    claim = "at high learning rates the loss rises less with sequence length warmup"
+    yield judge(claim, {arm: _rise(found, arm) for arm in pair}, falls, note="highest loss / best before it, mean")
+    yield judge(f"at {M} it is less sensitive", found.sensitivity(*pair), falls)
+    yield judge("its best loss is at most 1% higher", found.best(*pair), at_most(1.01))
+    claim = "it is not more sensitive than batch-size warmup"
+    yield judge(claim, found.sensitivity("batch", "sequence length"), at_most(1))
 
 
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    names = ("full length", "sequence length")
-    return [
-        judge(
-            "at high learning rates the loss jumps less with sequence length warmup",
-            {arm: _jumps(seen, arm) for arm in names},
-            lambda a, b: b < a,
-            note="highest loss over the best before, mean",
-        ),
-        judge(f"at {M} it is less sensitive", {arm: seen.sensitivity(arm) for arm in names}, lambda a, b: b < a),
-        judge(
-            "its best loss is no worse, within 1%", {arm: seen.best(arm) for arm in names}, lambda a, b: b <= 1.01 * a
-        ),
-        judge(
-            "it is no more sensitive than batch warm-up",
-            {arm: seen.sensitivity(arm) for arm in ("batch", "sequence length")},
-            lambda a, b: b <= a,
-        ),
-    ]
+def _rise(found: Evidence, arm: str) -> float | None:
+    runs = [run for lr in HIGH for run in found.runs(arm, M, lr)]
+    return mean(run.loss_ratio for run in runs) if found.curve(arm) else None
 
 
-def _jumps(seen: Seen, arm: str) -> float | None:
-    return mean([run.loss_ratio for lr in HIGH for run in seen.runs(arm, M, lr)]) if seen.curve(arm) else None
+QUESTION = Question("seqlen-warmup", __doc__, ARMS, check)

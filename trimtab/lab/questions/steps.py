@@ -1,20 +1,15 @@
-"""Is what short runs say true of longer ones? Figure E.7 of Wortsman et al. 2023b, with decay times steps kept."""
+"""Does the length of the run change the sensitivity? Figure E.7 of Wortsman et al. 2023b; decay times steps is kept."""
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import STEADIED, Check, S, Seen, ask, judge, within
-from trimtab.lab.study import Study
+from collections.abc import Iterator
 
-NAME = "steps"
+from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, S, judge, within
+
 ARMS = {f"{steps} steps": (f"steps={steps}",) for steps in (500, 1000, 2000)}
 
 
-def study() -> Study:
-    """About 7 minutes on two cores."""
-    question = "Does the length of the run change the sensitivity?"
-    return ask(NAME, question, arms=ARMS, sizes=(S,), always=STEADIED)
+def check(found: Evidence) -> Iterator[Check]:
+    claim = "sensitivity differs by at most 25% from 500 to 2000 steps"
+    yield judge(claim, found.sensitivity(*ARMS, size=S), within(0.25))
 
 
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    sensitivities = {arm: seen.sensitivity(arm, S) for arm in ARMS}
-    return [judge("sensitivity stays within 25% from 500 to 2000 steps", sensitivities, within(0.25))]
+QUESTION = Question("steps", __doc__, ARMS, check, sizes=(S,), always=STEADIED)

@@ -1,14 +1,14 @@
-"""Do quantized linear layers train as steadily as float ones? Wortsman et al. 2023a, sections 2 and 3.
+"""Which linear layers are as stable as float? Wortsman et al. 2023a, sections 2 and 3.
 
-There one scale per tensor in float8 diverges at a billion weights, SwitchBack does not, and branches that start at
-zero (layer-scale) save the former. At this size all may train; then the losses differ by little.
+There, float8 with one scale per tensor diverges at a billion weights, SwitchBack does not, and residual branches that
+start at zero (layer-scale) prevent the divergence. At this size all may train; then the losses differ little.
 """
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, judge
-from trimtab.lab.study import Study
+from collections.abc import Iterator
 
-NAME = "switchback"
+from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, at_most, judge
+
+# Small quantized layers take about twice as long as the estimate for float ones.
 ARMS = {
     "float": (),
     "switchback": ("switchback",),
@@ -17,32 +17,15 @@ ARMS = {
     "fp8-tensorwise": ("fp8-tensorwise",),
     "fp8-tensorwise, layer-scale": ("fp8-tensorwise", "layer-scale=0"),
 }
-LRS = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
-def study() -> Study:
-    """About 12 minutes of float layers on two cores; quantized ones this small take about twice as long."""
-    return ask(NAME, "Which linear layers train as steadily as float?", arms=ARMS, lrs=LRS, always=STEADIED)
-
-
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    losses = {arm: seen.best(arm) for arm in ARMS}
-    checks = []
+def check(found: Evidence) -> Iterator[Check]:
     for arm in ("switchback", "fp8-switchback"):
-        sensitivities = {name: seen.sensitivity(name) for name in ("float", arm)}
-        checks += [
-            judge(
-                f"{arm}: the best loss is within 1% of float", pick(losses, "float", arm), lambda a, b: b <= 1.01 * a
-            ),
-            judge(f"{arm}: no more than 25% more sensitive", sensitivities, lambda a, b: b <= 1.25 * a),
-        ]
-    names = ("switchback", "llm-int8")
-    checks.append(judge("switchback is no worse than llm-int8", pick(losses, *names), lambda a, b: a <= 1.005 * b))
-    names = ("fp8-switchback", "fp8-tensorwise")
-    claim = "a scale per row in float8 is no worse than one per tensor"
-    return [*checks, judge(claim, pick(losses, *names), lambda a, b: a <= 1.005 * b)]
+        yield judge(f"{arm}: best loss at most 1% above float", found.best("float", arm), at_most(1.01))
+        yield judge(f"{arm}: sensitivity at most 25% higher", found.sensitivity("float", arm), at_most(1.25))
+    yield judge("switchback is not worse than llm-int8", found.best("llm-int8", "switchback"), at_most(1.005))
+    claim = "float8 with a scale per row is not worse than with one per tensor"
+    yield judge(claim, found.best("fp8-tensorwise", "fp8-switchback"), at_most(1.005))
 
 
-def pick(values: dict[str, float | None], *names: str) -> dict[str, float | None]:
-    return {name: values[name] for name in names}
+QUESTION = Question("switchback", __doc__, ARMS, check, lrs=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED)

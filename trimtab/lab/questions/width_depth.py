@@ -1,29 +1,22 @@
-"""Which way of growing makes a model more sensitive: wider or deeper? Figure 7 of Wortsman et al. 2023b."""
+"""Does depth raise the sensitivity faster than width? Figure 7 of Wortsman et al. 2023b."""
 
-from trimtab.analysis.findings import Findings
-from trimtab.lab.questions.asking import STEADIED, Check, Seen, ask, judge, known
+from collections.abc import Iterator
+
+from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, Values, judge, known
 from trimtab.lab.sizes import LADDERS
-from trimtab.lab.study import Study
 
-NAME = "width-depth"
 SIZES = (*LADDERS["width"], *(size for size in LADDERS["depth"] if size not in LADDERS["width"]))
 
 
-def study() -> Study:
-    """About 19 minutes on two cores."""
-    question = "Does depth raise the sensitivity faster than width?"
-    return ask(NAME, question, arms={"steadied": STEADIED}, sizes=SIZES)
-
-
-def answer(findings: Findings) -> list[Check]:
-    seen = Seen(findings, NAME)
-    slopes: dict[str, float | None] = {"width": None, "depth": None}
-    for slope in findings.slopes:
-        whole = {*LADDERS.get(slope.along, ("?",))} <= {*slope.sizes}
-        if slope.study == NAME and slope.along in slopes and whole:
+def check(found: Evidence) -> Iterator[Check]:
+    slopes: Values = {"width": None, "depth": None}
+    for slope in found.findings.slopes:
+        ladder = LADDERS.get(slope.along, ())
+        complete = {*ladder} <= {*slope.sizes} and all(found.curve("steadied", size) for size in ladder)
+        if slope.study == found.study and slope.along in slopes and complete:
             slopes[slope.along] = known(slope.value)
-    for along in slopes:
-        if any(seen.curve("steadied", size) is None for size in LADDERS[along]):
-            slopes[along] = None
-    claim = "sensitivity grows faster along depth than along width"
-    return [judge(claim, slopes, lambda width, depth: depth > width, note="per decade of parameters")]
+    claim = "sensitivity grows faster with the depth than with the width"
+    yield judge(claim, slopes, lambda width, depth: depth > width, note="per decade of parameters")
+
+
+QUESTION = Question("width-depth", __doc__, {"steadied": STEADIED}, check, sizes=SIZES)

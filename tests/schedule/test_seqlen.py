@@ -1,4 +1,4 @@
-"""Sequence length warmup: the lengths are the published ones, and a cut batch is the batch, shorter."""
+"""Sequence length warmup: lengths equal the published ones; cut batches stay aligned."""
 
 import copy
 import json
@@ -247,13 +247,13 @@ def test_a_custom_schedule_that_gives_no_length_is_refused(wrong):
         ({"kind": "root", "degree": 50.0}, "degree=50.0 is at nearly full length"),
         ({"kind": "root", "degree": float("nan")}, "degree=nan is not a finite number"),
         ({"kind": "discrete"}, "kind='discrete' has no lengths; try lengths="),
-        ({"kind": "two-stage", "lengths": (64, 1024)}, "kind='two-stage' goes from start to end"),
+        ({"kind": "two-stage", "lengths": (64, 1024)}, "kind='two-stage' has no other lengths"),
         ({"lengths": (64, 512)}, r"lengths=\(64, 512\) and end=1024 disagree; try end=512"),
         ({"lengths": (8, 1024)}, "start=64 disagree; try start=8"),
         ({"lengths": (64, 64, 1024)}, r"must rise; try lengths=\(64, 1024\)"),
         ({"lengths": (64, 0.5, 1024)}, "holds 0.5; every entry is a whole number"),
         ({"until": (5,)}, "belongs to kind='discrete', got kind='linear'"),
-        ({"kind": "discrete", "lengths": (64, 1024), "until": (5, 9)}, "2 lengths need 1 steps in between"),
+        ({"kind": "discrete", "lengths": (64, 1024), "until": (5, 9)}, "2 lengths need 1 entries of until"),
         ({"kind": "discrete", "lengths": (64, 1024), "until": (5,)}, "steps=100 disagree; try steps=5"),
     ],
 )
@@ -433,7 +433,7 @@ def test_a_hugging_face_batch_stays_one_and_trains():
 
 
 def test_keys_that_say_where_packed_sequences_end_are_refused():
-    with pytest.raises(ValueError, match="cu_seq_lens_q says where packed sequences end"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q holds the ends of packed sequences"):
         cut({"input_ids": ids()[0], "cu_seq_lens_q": torch.tensor([0, 12])}, 5)
 
 
@@ -445,7 +445,7 @@ def test_targets_of_another_length_are_refused():
 def test_what_is_no_batch_is_refused():
     with pytest.raises(ValueError, match="a batch is a dict, a tuple, a list or a tensor, got str"):
         cut("text", 5)
-    with pytest.raises(ValueError, match="length=0 would leave nothing"):
+    with pytest.raises(ValueError, match="length=0 would leave an empty batch"):
         cut(ids(), 0)
 
 
@@ -479,7 +479,7 @@ def test_one_causal_mask_for_all_rows_stays_one_when_cut_up():
     ("other", "message"),
     [
         ({"pixel_values": torch.zeros(3, 3, 8, 8)}, "one row becomes 3, and pixel_values .* try cut_mode='truncate'"),
-        ({"position_ids": torch.arange(12)}, "pieces of a row need positions of their own"),
+        ({"position_ids": torch.arange(12)}, "needs positions for each row of tokens"),
         ({"attention_mask": torch.ones(3, 12, 12)}, r"masks of shape \[B, L\] or \[B, 1, L, L\]"),
     ],
 )
@@ -605,13 +605,13 @@ def test_deepspeeds_arithmetic_is_refused_where_there_is_none():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (block(enabled=False), "enabled=False, so DeepSpeed warmed nothing up"),
+        (block(enabled=False), "enabled=False, so DeepSpeed used no warmup"),
         (block(curriculum_type="vocabulary_rarity"), "only 'seqlen' is read"),
         (block(schedule_type="custom"), r"try SeqLenWarmup.custom\(...\)"),
         (block(schedule_type="cubic"), "schedule_type='cubic' is not known; try 'fixed_linear'"),
-        (block(difficulty_type="value"), "has difficulty_type, which cannot be honoured"),
+        (block(difficulty_type="value"), "has difficulty_type, which is not supported"),
         (block(schedule_config={"difficulty_step": 8}), "lacks total_curriculum_step"),
-        (block(schedule_config=[8]), r"schedule_config of fixed_linear is \[8\], not a JSON object"),
+        (block(schedule_config=[8]), r"schedule_config of fixed_linear is \[8\], which is not a JSON object"),
         (block(min_difficulty="64"), "start='64' is not a whole number"),
         (block(min_difficulty=8, schedule_config={"total_curriculum_step": 9, "difficulty_step": 16}), "try start=16"),
         ({k: v for k, v in block().items() if k != "max_difficulty"}, "lacks max_difficulty"),

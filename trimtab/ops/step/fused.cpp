@@ -1,7 +1,7 @@
 // The fused optimizer step. A task takes a stretch of one tensor; each block of it is decoded, updated and encoded
 // while it is in the cache. The rules are the equations of step.py, operation by operation: the build turns off the
 // contraction of a * b + c into one instruction, so the results are the reference's, to the last bit.
-#include "quadratic.h"
+#include "step/quadratic.h"
 
 namespace trimtab::TRIMTAB_LEVEL {
 
@@ -11,10 +11,14 @@ namespace trimtab::TRIMTAB_LEVEL {
 template <Rule R>
 struct Math;
 
+template <Rule R>
+constexpr int states_of = __builtin_strlen(STATES[(int)R]);
+template <Rule R>
+constexpr bool is_signed(int i) { return STATES[(int)R][i] == 'm'; }
+
 template <>
 struct Math<Rule::adamw> {
   static constexpr bool split = true;
-  static constexpr bool is_signed[] = {true, false};
   INLINE void advance(const Scalars& s, vf g, vf* state) {
     state[0] = s.beta1 * state[0] + s.gain1 * g;
     state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
@@ -25,7 +29,6 @@ struct Math<Rule::adamw> {
 template <>
 struct Math<Rule::momentum> {
   static constexpr bool split = false;
-  static constexpr bool is_signed[] = {true};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     vf m = state[0] = s.beta1 * state[0] + s.gain1 * g;
     return s.mix_m * m + s.mix_g * g;
@@ -35,7 +38,6 @@ struct Math<Rule::momentum> {
 template <>
 struct Math<Rule::lion> {
   static constexpr bool split = false;
-  static constexpr bool is_signed[] = {true};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     vf c = s.mix_m * state[0] + s.mix_g * g;
     state[0] = s.beta1 * state[0] + s.gain1 * g;
@@ -47,7 +49,6 @@ struct Math<Rule::lion> {
 template <>
 struct Math<Rule::rms> {
   static constexpr bool split = true;
-  static constexpr bool is_signed[] = {false};
   INLINE void advance(const Scalars& s, vf g, vf* state) { state[0] = s.beta2 * state[0] + s.gain2 * (g * g); }
   INLINE vf update(const Scalars& s, vf g, const vf*, vf root) { return g / (root * s.debias + s.eps); }
 };
@@ -55,7 +56,6 @@ struct Math<Rule::rms> {
 template <>
 struct Math<Rule::ademamix> {
   static constexpr bool split = true;
-  static constexpr bool is_signed[] = {true, true, false};
   INLINE void advance(const Scalars& s, vf g, vf* state) {
     state[0] = s.beta1 * state[0] + s.gain1 * g;
     state[1] = s.beta3 * state[1] + s.gain3 * g;
@@ -69,7 +69,6 @@ struct Math<Rule::ademamix> {
 template <>
 struct Math<Rule::rms_momentum> {
   static constexpr bool split = false;  // the momentum itself depends on the root
-  static constexpr bool is_signed[] = {true, false};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
     return state[0] = s.beta1 * state[0] + s.gain1 * (g / (root(state[1]) * s.debias + s.eps));
@@ -79,7 +78,6 @@ struct Math<Rule::rms_momentum> {
 template <>
 struct Math<Rule::rms_centered> {
   static constexpr bool split = false;  // the root is that of another number than the state
-  static constexpr bool is_signed[] = {true, false};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     state[0] = s.beta3 * state[0] + s.gain3 * g;
     state[1] = s.beta2 * state[1] + s.gain2 * (g * g);
@@ -91,7 +89,6 @@ struct Math<Rule::rms_centered> {
 template <>
 struct Math<Rule::rms_centered_momentum> {
   static constexpr bool split = false;
-  static constexpr bool is_signed[] = {true, true, false};
   INLINE vf advance(const Scalars& s, vf g, vf* state) {
     const vf update = Math<Rule::rms_centered>::advance(s, g, state + 1);
     return state[0] = s.beta1 * state[0] + s.gain1 * update;
@@ -126,11 +123,11 @@ enum class Storage { float32, before, beside, quadratic };
 // What the inner loop works on. Kept by value in its own frame: a store through a pointer then cannot change it.
 template <Rule R, Storage S>
 struct Block {
-  static constexpr int states = sizeof Math<R>::is_signed;
+  static constexpr int states = states_of<R>;
   static constexpr bool coded = S != Storage::float32;
   static constexpr bool quadratic = S == Storage::quadratic;
-  static constexpr bool has_second = !Math<R>::is_signed[states - 1];  // then the other moments are kept in units of its root
-  static constexpr Kind kind(int i) { return !Math<R>::is_signed[i] ? Kind::root : has_second ? Kind::unit : Kind::plain; }
+  static constexpr bool has_second = !is_signed<R>(states - 1);  // then the other moments are kept in units of its root
+  static constexpr Kind kind(int i) { return !is_signed<R>(i) ? Kind::root : has_second ? Kind::unit : Kind::plain; }
   // With the quadratic code, roots and divisions are in two loops: in one, they keep the processor waiting, for it cannot
   // look ahead over several of its turns.
   template <Pass P>
@@ -158,7 +155,7 @@ struct Block {
     for (int i = 0; i < states; i++) {
       if constexpr (quadratic) state[i] = decode_quadratic(WHOLE ? codes[i] + k : last[i], absmax[i], kind(i));
       else if constexpr (S == Storage::beside && WHOLE)
-        state[i] = (Math<R>::is_signed[i] ? (*decode_signed)(codes[i] + k) : (*decode_unsigned)(codes[i] + k)) * absmax[i];
+        state[i] = (is_signed<R>(i) ? (*decode_signed)(codes[i] + k) : (*decode_unsigned)(codes[i] + k)) * absmax[i];
       else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
     }
     if constexpr (quadratic && has_second) {
@@ -308,7 +305,7 @@ static void run(const Step& step) {
   const DecodeSigned decode_signed(*step.signed_book);
   const DecodeUnsigned decode_unsigned(*step.unsigned_book);
   const Codebook* books[states];
-  for (int i = 0; i < states; i++) books[i] = Math<R>::is_signed[i] ? step.signed_book : step.unsigned_book;
+  for (int i = 0; i < states; i++) books[i] = is_signed<R>(i) ? step.signed_book : step.unsigned_book;
   const int64_t unit = CODED ? step.block : 1024;
   const int64_t padded = (unit + GROUP - 1) / GROUP * GROUP, buffers = 2 + states;
   const Tasks tasks(step, unit, P == Pass::update);
@@ -360,7 +357,7 @@ static void run(const Step& step) {
       } else {
         for (int i = 0; i < states; i++) {
           uint8_t* codes = (uint8_t*)x.state[i] + start;
-          if (Math<R>::is_signed[i]) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
+          if (is_signed<R>(i)) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
           else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
         }
       }
@@ -397,16 +394,10 @@ static void run_rule(const Step& step) {
 }
 
 void step(const Step& step) {
-  switch (step.rule) {
-    case Rule::adamw: return run_rule<Rule::adamw>(step);
-    case Rule::momentum: return run_rule<Rule::momentum>(step);
-    case Rule::lion: return run_rule<Rule::lion>(step);
-    case Rule::rms: return run_rule<Rule::rms>(step);
-    case Rule::ademamix: return run_rule<Rule::ademamix>(step);
-    case Rule::rms_momentum: return run_rule<Rule::rms_momentum>(step);
-    case Rule::rms_centered: return run_rule<Rule::rms_centered>(step);
-    case Rule::rms_centered_momentum: return run_rule<Rule::rms_centered_momentum>(step);
-  }
+#define RUN(rule) \
+  case Rule::rule: return run_rule<Rule::rule>(step);
+  switch (step.rule) { TRIMTAB_RULES(RUN) }
+#undef RUN
 }
 
 void gradient_norms(const Step& step) {

@@ -1,18 +1,18 @@
-"""The fused optimizer step on the GPU: the Triton twin of step.py, many tensors in one launch.
+"""The fused optimizer step on the GPU: the Triton twin of fused.py, many tensors in one launch.
 
 A table on the device has one line per tensor (the addresses of its parameter, gradient, states and scales, its size,
-its first program), and `owner` says which line a program works for.
+its first program), and `owner` holds the line of each program.
 
     program --owner--> line of the table --addresses--> p, g, codes, absmax --rule--> p, codes, absmax
 
-A program takes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is computed two or
-three times: to find its new scales (the quadratic code finds that of √v first), and to write. Tensors share a launch
-when they share dtypes and alignment.
+A program processes ROWS blocks of one tensor, as in blockwise_triton.py. A block longer than TILE is computed two or
+three times: to find its new scales (the quadratic code finds that of √v first), and to write. Tensors with the same
+dtypes and alignment share a launch.
 
 Parameters, moments, codes and scales equal the reference to the last bit. The sums of the norms do not: a program adds
 in float32, and the programs' results are added in float64, always in the same order.
 """
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +38,10 @@ from trimtab.ops.blockwise_triton import (
     tile_shape,
     to_unit,
 )
-from trimtab.ops.step import RULES, SCALARS
+from trimtab.ops.step.fused import Arguments
+from trimtab.ops.step.rules import RULES, SCALARS
 
-UNIT = 1024  # float32 state has no blocks; this many values of it stand for one
+UNIT = 1024  # float32 state has no blocks; this many values count as one
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # The columns of the table. Up to three states: m, the slow m, v.
@@ -53,58 +54,32 @@ WIDTH = tl.constexpr(len(SCALARS))
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-def step(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    scalars: Tensor,
-    signed: Tensor,
-    unsigned: Tensor,
-    rule: str,
-    code: str,
-    block: int,
-) -> None:
-    books = _books(signed, unsigned)
-    for group in _groups(params, grads, states, absmax, block, rule, code):
-        group.run(_step_kernel, scalars, books)
+def step(*arguments: Any) -> None:
+    a = Arguments(*arguments)
+    books = _books(a)
+    for group in _groups(a):
+        group.run(_step_kernel, a.scalars, books)
 
 
-def norms(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    scalars: Tensor,
-    signed: Tensor,
-    unsigned: Tensor,
-    rule: str,
-    code: str,
-    block: int,
-) -> Tensor:
-    books, result = _books(signed, unsigned), scalars.new_zeros(len(params), 2)
-    for group in _groups(params, grads, states, absmax, block, rule, code):
-        sums = scalars.new_empty(2, group.owner.numel())
-        group.run(_norms_kernel, scalars, books, sums, RATIOS=False)
+def norms(*arguments: Any) -> Tensor:
+    a = Arguments(*arguments)
+    books, result = _books(a), a.scalars.new_zeros(len(a.params), 2)
+    for group in _groups(a):
+        sums = result.new_empty(2, group.owner.numel())
+        group.run(_norms_kernel, a.scalars, books, sums, RATIOS=False)
         result[group.members] = group.add_up(sums).T
     return result
 
 
-def ratios(
-    grads: Sequence[Tensor],
-    second_moments: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    scalars: Tensor,
-    unsigned: Tensor,
-    code: str,
-    block: int,
-) -> Tensor:
-    """The first pass of rule "rms" with the gradients in the parameters' place, where nothing depends on them."""
-    uncoupled = scalars.clone()
+def ratios(grads: Sequence[Tensor], *arguments: Any) -> Tensor:
+    """The first pass of rule "rms" with the gradients as parameters; nothing depends on the parameters."""
+    states, absmax, scalars, unsigned, code, block = arguments
+    uncoupled, result = scalars.clone(), grads[0].new_zeros(len(grads), dtype=torch.float32)
     uncoupled[:, COUPLED.value] = 0
-    books, result = _books(unsigned, unsigned), scalars.new_zeros(len(grads))
-    for group in _groups(grads, grads, second_moments, absmax, block, "rms", code):
-        sums = scalars.new_empty(1, group.owner.numel())
+    a = Arguments(grads, grads, states, absmax, uncoupled, unsigned, unsigned, "rms", code, block)
+    books = _books(a)
+    for group in _groups(a):
+        sums = result.new_empty(1, group.owner.numel())
         group.run(_norms_kernel, uncoupled, books, sums, RATIOS=True)
         result[group.members] = group.add_up(sums)[0]
     return result
@@ -112,7 +87,7 @@ def ratios(
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
     result = grads[0].new_zeros(len(grads), dtype=torch.float32)
-    for group in _groups(grads, grads):
+    for group in _groups(Arguments(grads, grads, (), (), result, result, result, "", "", UNIT)):
         sums = result.new_empty(1, group.owner.numel())
         group.run(_gradient_norms_kernel, sums)
         result[group.members] = group.add_up(sums)[0]
@@ -121,7 +96,7 @@ def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that share dtypes and alignment: their indices, their table, and whom each program works for."""
+    """Tensors with the same dtypes and alignment: their indices, their table, and the tensor of each program."""
 
     members: list[int]
     table: Tensor
@@ -140,57 +115,49 @@ class _Group:
         return totals.view(len(sums), -1).float()
 
 
-def _groups(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Tensor] = (),
-    absmax: Sequence[Tensor] = (),
-    block: int = UNIT,
-    rule: str = "",
-    code: str = "",
-) -> Iterator[_Group]:
-    block = block if absmax else UNIT
+def _groups(a: Arguments) -> Iterator[_Group]:
+    count, block = len(a.params), a.block if a.absmax else UNIT
     rows, tile = tile_shape(block)
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        aligned = all(x.data_ptr() % 16 == 0 for x in (p, g, *states[i :: len(params)])) and p.numel() % 16 == 0
+    for i, (p, g) in enumerate(zip(a.params, a.grads, strict=True)):
+        aligned = all(x.data_ptr() % 16 == 0 for x in (p, g, *a.states[i::count])) and p.numel() % 16 == 0
         alike.setdefault((p.dtype, g.dtype, aligned), []).append(i)
     for (p_dtype, g_dtype, aligned), members in alike.items():
-        programs = [triton.cdiv(params[i].numel(), rows * block) for i in members]
-        lines = []
-        for i, count, first in zip(members, programs, accumulate(programs, initial=0), strict=False):
-            line = [params[i].data_ptr(), grads[i].data_ptr(), *6 * [0], params[i].numel(), first, count, i]
-            for column, stored in ((STATE, states), (SCALE, absmax)):
-                for k, x in enumerate(stored[i :: len(params)]):
-                    line[column.value + _place(k, rule)] = x.data_ptr()
-            lines.append(line)
+        programs = [triton.cdiv(a.params[i].numel(), rows * block) for i in members]
         if sum(programs) == 0:
             continue
-        table = torch.tensor(lines, dtype=torch.int64).to(params[0].device, non_blocking=True)
-        # Spread out on the device: a large model has a million programs, and this map need not cross the bus.
+        lines = []
+        for i, length, first in zip(members, programs, accumulate(programs, initial=0), strict=False):
+            line = [a.params[i].data_ptr(), a.grads[i].data_ptr(), *6 * [0], a.params[i].numel(), first, length, i]
+            for column, stored in ((STATE, a.states), (SCALE, a.absmax)):
+                for k, x in enumerate(stored[i::count]):
+                    line[column.value + _place(k, a.rule)] = x.data_ptr()
+            lines.append(line)
+        table = torch.tensor(lines, dtype=torch.int64).to(a.params[0].device, non_blocking=True)
+        # Expanded on the device: a large model has a million programs, so this map is not copied from the host.
         owner = torch.arange(len(members), device=table.device).repeat_interleave(
             table[:, PROGRAMS.value], output_size=sum(programs)
         )
         constants = {"G_TYPE": TYPES[g_dtype], "ALIGNED": aligned, "MANY": block > tile, "ROWS": rows, "TILE": tile}
-        if rule:
-            quantized = 0 if not absmax else 2 if code == "quadratic" else 1
-            keeps = sum(1 << _place(k, rule) for k in range(len(RULES[rule].signed)))
-            constants |= {"P_TYPE": TYPES[p_dtype], "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
+        if a.rule:
+            quantized = 0 if not a.absmax else 2 if a.code == "quadratic" else 1
+            keeps = sum(1 << _place(k, a.rule) for k in range(len(RULES[a.rule].signed)))
+            constants |= {"P_TYPE": TYPES[p_dtype], "RULE": a.rule, "KEEPS": keeps, "QUANTIZED": quantized}
         yield _Group(members, table, owner, block, constants)
 
 
 def _place(k: int, rule: str) -> int:
-    """Where the table has the rule's state k: m comes first, then the slow m, then v."""
+    """The column of the rule's state k: m comes first, then the slow m, then v."""
     return k if RULES[rule].signed[k] else 2
 
 
-def _books(signed: Tensor, unsigned: Tensor) -> Tensor:
+def _books(a: Arguments) -> Tensor:
     """[4, BOOK]: the signed values and their boundaries, then the unsigned ones."""
-    books = ((pad(book, (0, BOOK.value - book.numel())), boundaries(book)) for book in (signed, unsigned))
+    books = ((pad(book, (0, BOOK.value - book.numel())), boundaries(book)) for book in (a.signed, a.unsigned))
     return torch.stack([row for pair in books for row in pair])
 
 
-# --- The rules: the equations of step.py, operation by operation. `row_ptr` is the tensor's row of scalars.
+# --- The rules: the equations of rules.py, operation by operation. `row_ptr` is the tensor's row of scalars.
 
 
 @triton.jit
@@ -253,7 +220,7 @@ def _rms_centered(row_ptr, g, mean, v):
 
 
 # --- The skeleton. Bit K of KEEPS: the rule has state K (0 m, 1 the slow m, 2 v). QUANTIZED: 0 float32, 1 by codebook,
-# 2 quadratic. `at` is what a program works on.
+# 2 quadratic. `at` is a program's position: its line, row, codebooks, blocks, block size and the tensor's size.
 
 
 @triton.jit
@@ -325,7 +292,7 @@ def _top(K: tl.constexpr, KEEPS: tl.constexpr):
 
 @triton.jit
 def _decode_quadratic(codes, scale, K: tl.constexpr, KEEPS: tl.constexpr):
-    """√v, or a first moment: quadratic.py."""
+    """√v, or a first moment, as in quadratic.py."""
     unit = tl.div_rn(scale, _top(K, KEEPS))
     if K == 2:
         return _twice(codes.to(tl.float32)) * unit

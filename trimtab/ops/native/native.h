@@ -1,14 +1,14 @@
 // What the kernels share: argument types, the table of kernels that one instruction set offers, and threads.
 //
-// blockwise.cpp, gelu.cpp, int8.cpp and step.cpp are compiled once per instruction set, each time into its own namespace
+// blockwise.cpp, gelu.cpp, int8.cpp and step/fused.cpp are compiled once per instruction set, each time into its own namespace
 // TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the whole
 // library, and it might be the one with instructions this CPU does not have.
 #pragma once
 #include <cstdint>
 
-namespace trimtab {
+#include "table.h"
 
-enum class Dtype : int { float32, bfloat16, float16 };
+namespace trimtab {
 
 // A codebook as the kernels want it. The dynamic tables are recognised by value, and then need no lookup.
 struct Codebook {
@@ -38,17 +38,7 @@ struct Dequantize {
   int threads;
 };
 
-enum class Rule : int { adamw, momentum, lion, rms, ademamix, rms_momentum, rms_centered, rms_centered_momentum };
-constexpr int max_states = 3;
 constexpr int max_sums = 2;
-
-// What one pass over the tensors does: write them, or only add up what the two-pass rules must know first.
-enum class Pass : int { update, norms, ratios };
-
-// One row of trimtab.ops.step.SCALARS.
-struct Scalars {
-  float grad_scale, coupled, decay, lr, beta1, gain1, beta2, gain2, beta3, gain3, debias, eps, mix_m, mix_g, step;
-};
 
 struct StepTensor {
   void* param;

@@ -1,4 +1,4 @@
-"""Learning rate, batch size, β₂ and the plan of a run: the published numbers, and what holds at every step."""
+"""Learning rate, batch size and the plan of a run: the published numbers, and what holds at every step."""
 
 import functools
 import json
@@ -11,15 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.ops import step_rules
 from trimtab.schedule import (
     BatchWarmup,
-    Beta2,
     LearningRate,
     Plan,
     SeqLenWarmup,
@@ -230,14 +227,6 @@ def test_the_table_of_batches_is_what_a_loop_would_take():
     assert [batch for _, batch in changes] == [2, 4, 6, 8]
 
 
-def test_beta2_is_the_optimizers_own():
-    assert Beta2(power=0.5).at(1) == 0
-    assert Beta2(power=0.5).at(100) == pytest.approx(0.9)
-    steps = torch.tensor([1.0, 7.0, 1000.0])
-    beta2, _ = step_rules._second(0.99, steps, 0.65)
-    torch.testing.assert_close(beta2, torch.tensor([Beta2(power=0.65).at(t) for t in (1, 7, 1000)]))
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -248,7 +237,7 @@ def test_beta2_is_the_optimizers_own():
         (lambda: LearningRate(decay_unit="seconds"), "decay_unit='seconds' is not known; try 'steps' or 'tokens'"),
         (lambda: LearningRate(floor=-1e-5), "floor=-1e-05 must be at least 0; try floor=0.0"),
         (lambda: LearningRate(floor=math.nan), "floor=nan is not a finite number"),
-        (lambda: LearningRate(warmup=100, decay=100), "would be over before warmup=100 is; try decay=1000"),
+        (lambda: LearningRate(warmup=100, decay=100), "ends before warmup=100 ends; try decay=1000"),
         (lambda: LearningRate(kind="inverse-sqrt"), "got warmup=0; try warmup=1000"),
         (lambda: LearningRate(decay=9).at(1.0, -1, 0), "step=-1 is before the start of a run"),
         (lambda: LearningRate(decay=9).at(1.0, 1, -5), "tokens=-5 is before the start of a run"),
@@ -256,8 +245,6 @@ def test_beta2_is_the_optimizers_own():
         (lambda: BatchWarmup(start=64, increment=7, samples=9, end=32), "start=64 is above end=32; try start=32"),
         (lambda: BatchWarmup(start=1, increment=1, samples=0, end=3), "samples=0 is too small; try samples=1"),
         (lambda: BatchWarmup(start=1, increment=1, samples=9, end=3).at(-1), "samples=-1 is before"),
-        (lambda: Beta2(power=0.0), "power=0.0 must be above 0; try power=1.0"),
-        (lambda: Beta2(power=0.5).at(0), "step=0 is before the start of a run; the first is 1"),
     ],
 )
 def test_wrong_values_are_refused_with_one_that_would_work(build, message):
@@ -286,7 +273,7 @@ def paper_plan(**changes: Any) -> Plan:
     return plan(**{**given_, "seqlen": LENGTHS, **changes})
 
 
-def test_the_papers_run_is_foretold():
+def test_the_papers_run_is_simulated():
     future = paper_plan(points=10)
     assert future.steps == 58_769
     assert future.samples == 58_769 * BATCH
@@ -337,7 +324,7 @@ def test_a_plan_with_rows_cut_up_cuts_nothing_off_that_divides():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"tokens": None}, "without an end"), ({"steps": 0}, "steps=0 is too small"), ({"points": 0}, "points=0")],
+    [({"tokens": None}, "the run has no end"), ({"steps": 0}, "steps=0 is too small"), ({"points": 0}, "points=0")],
 )
 def test_a_plan_without_sense_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "native.h"
+#include "native/native.h"
 
 namespace nb = nanobind;
 using Address = uintptr_t;
@@ -215,6 +215,8 @@ void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int th
 NB_MODULE(_native, m) {
   using namespace trimtab;
   m.doc() = "CPU kernels. They take addresses and trust them: call them through trimtab.ops, which checks.";
+  m.attr("TABLE") = TABLE;
+  m.attr("SOURCES") = SOURCES;
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Kernels* kernels : supported_levels()) names.emplace_back(kernels->level);

@@ -29,7 +29,7 @@ with a relative error of 1e-7: absmax is kept to 21 bits, so float32 state dicts
 
 A positive root takes code 4 or more: below, one code more or less would change it by more than 1.5x, and the update
 with it. A block with a NaN or an Inf gets the scale NaN, as in blockwise.py. Negative codes are
-two's complement. This file is the definition; the kernels are in quadratic.h, step.cpp and step_triton.py.
+two's complement. This file is the definition; the kernels are in quadratic.h, fused.cpp and fused_triton.py.
 """
 
 from collections.abc import Sequence
@@ -152,7 +152,7 @@ def dither(moment: int, step: int | Tensor) -> tuple[int | Tensor, int]:
 
 
 def exact_root(x: Tensor) -> Tensor:
-    # PyTorch may hand a float32 square root to a library that misses the last bit; rounding the float64 one does not.
+    # PyTorch's float32 square root may be off in the last bit on some machines; the rounded float64 one is not.
     return x.double().sqrt().float()
 
 

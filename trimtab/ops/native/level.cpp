@@ -2,7 +2,7 @@
 #include "blockwise.cpp"
 #include "gelu.cpp"
 #include "int8.cpp"
-#include "step.cpp"
+#include "step/fused.cpp"
 
 namespace trimtab::TRIMTAB_LEVEL {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <new>
 
-#include "native.h"
+#include "native/native.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "native.h"
+#include "native/native.h"
 
 namespace trimtab {
 namespace {

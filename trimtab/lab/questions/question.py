@@ -1,0 +1,145 @@
+"""What a question of the papers consists of: a study that can answer it, and checks of its runs.
+
+    Question      name, text, grid, and a function that checks the findings
+    Evidence      the curves and runs of its study; None if the runs do not suffice
+    judge(...)    a claim, the numbers for it, and the rule that decides
+
+A check is True, False, or None if there are not enough runs; None never passes.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from trimtab.analysis.findings import Curve, Findings, Points, Result
+from trimtab.lab.sizes import Size, parse_size
+from trimtab.lab.study import LRS, Arm, Study
+from trimtab.lab.subjects import open_subject, with_steps
+
+STEADIED = ("qk-norm", "z-loss")  # the paper's default, except in the questions about them
+XS, S, M, L = "2x16", "2x32", "3x64", "4x128"
+Values = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Check:
+    claim: str
+    passed: bool | None  # None: the runs do not suffice
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A study of the lab's GPT, and the checks of its findings."""
+
+    name: str
+    doc: str | None  # begins with the question
+    arms: Mapping[str, Sequence[str]]
+    check: "Callable[[Evidence], Iterable[Check]]"
+    sizes: Sequence[str | Size] = (M,)
+    lrs: Sequence[float] = LRS
+    seeds: int = 2
+    steps: int = 500
+    always: Sequence[str] = ()  # switches that every arm begins with
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.doc or "").partition("?")[0].split()) + "?"
+
+    def study(self) -> Study:
+        return Study(
+            name=self.name,
+            question=self.text,
+            subject="gpt-lab",
+            base=with_steps(open_subject("gpt-lab"), self.steps),
+            sizes=tuple(parse_size(size) if isinstance(size, str) else size for size in self.sizes),
+            lrs=tuple(self.lrs),
+            arms=tuple(Arm(arm, (*self.always, *switches)) for arm, switches in self.arms.items()),
+            seeds=tuple(range(self.seeds)),
+        )
+
+    def answer(self, findings: Findings) -> list[Check]:
+        return list(self.check(Evidence(findings, self.name)))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The findings of one study."""
+
+    findings: Findings
+    study: str
+
+    def curve(self, arm: str, size: str = M) -> Curve | None:
+        """A curve for which all planned learning rates were run."""
+        found = [c for c in self.findings.curves if (c.study, c.arm, c.size) == (self.study, arm, size)]
+        return found[0] if found and not found[0].missing else None
+
+    def runs(self, arm: str, size: str = M, lr: float | None = None) -> list[Result]:
+        """The finished runs."""
+        place = (self.study, arm, size)
+        runs = [r for r in self.findings.results if (r.study, r.arm, r.size) == place and r.finished]
+        return [r for r in runs if lr is None or math.isclose(r.lr, lr)]
+
+    def sensitivity(self, *arms: str, size: str = M) -> Values:
+        """Learning-rate sensitivity by arm."""
+        return {arm: known(curve.sensitivity) if (curve := self.curve(arm, size)) else None for arm in arms}
+
+    def best(self, *arms: str, size: str = M) -> Values:
+        """Loss at the best learning rate, by arm."""
+        return {arm: known(curve.best_loss) if (curve := self.curve(arm, size)) else None for arm in arms}
+
+    def best_lr(self, arm: str, size: str = M) -> float | None:
+        curve = self.curve(arm, size)
+        return curve.best_lr if curve else None
+
+    def noise(self, arm: str, size: str = M) -> float:
+        """Difference between the seeds at the best learning rate."""
+        curve = self.curve(arm, size)
+        at = curve.lrs.index(curve.best_lr) if curve else 0
+        return curve.high[at] - curve.low[at] if curve else math.nan
+
+
+def judge(claim: str, values: Mapping[str, float | None], rule: Callable[..., bool], *, note: str = "") -> Check:
+    """Apply a rule to numbers, in their order."""
+    missing = [name for name, value in values.items() if value is None]
+    if missing or not values:
+        return Check(claim, None, "not enough finished runs" + (f": {', '.join(missing)}" if missing else ""))
+    evidence = ", ".join(f"{name}: {value:.4g}" for name, value in values.items())
+    return Check(claim, bool(rule(*values.values())), evidence + (f" ({note})" if note else ""))
+
+
+# --- Rules
+
+
+def within(share: float) -> Callable[..., bool]:
+    """The largest is at most this share above the smallest."""
+    return lambda *values: max(values) <= (1 + share) * min(values)
+
+
+def at_most(factor: float) -> Callable[[float, float], bool]:
+    """The second is at most this factor times the first."""
+    return lambda a, b: b <= factor * a
+
+
+def falls(*values: float) -> bool:
+    return all(a > b for a, b in pairwise(values))
+
+
+# --- Numbers
+
+
+def known(x: float) -> float | None:
+    return x if math.isfinite(x) else None
+
+
+def mean(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else None
+
+
+def growth(points: Points) -> float:
+    """The largest value relative to the first."""
+    values = [value for _, value in points if math.isfinite(value) and value > 0]
+    return max(values) / values[0] if len(values) > 1 else math.nan
