@@ -216,7 +216,7 @@ def write_run(folder, losses, tensors, **more):
 
 @pytest.fixture
 def spiky(tmp_path):
-    """Two loss spikes, both after RMS spikes of `conv1` (5 steps) and one of `mlp` (2 steps); `mlp` has a false alarm."""
+    """Two loss spikes, predicted by `conv1` 5 steps before, one by `mlp` 2 steps before; `mlp` has a false alarm."""
     losses, conv1, mlp = noise(1000), np.ones(1000), np.ones(1000)
     losses[[299, 301, 699, 700]] = 4.0
     conv1[[294, 694]] = 3.0

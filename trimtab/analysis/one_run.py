@@ -21,17 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from trimtab.analysis.spikes import (
-    PAPER,
-    SpikeRules,
-    chance_rate,
-    explain_spikes,
-    find_peak,
-    loss_spans,
-    loss_spikes,
-    rms_spikes,
-    running_range,
-)
+from trimtab.analysis import spikes
+from trimtab.analysis.spikes import PAPER, SpikeRules
 from trimtab.extras import load_extra
 from trimtab.runs.reader import Floats, Ints, Run, read_run
 
@@ -132,9 +123,9 @@ def losses_of(run: Run) -> tuple[Ints, Floats]:
 def lead_times(run: Run, rules: SpikeRules = PAPER) -> list[LeadTime]:
     """A row for the spikes of all tensors, then one per tensor that spiked, the smallest p first."""
     steps, losses = losses_of(run)
-    late = loss_spikes(steps, losses, rules)
+    late = spikes.loss_spikes(steps, losses, rules)
     watched, by_tensor = rms_of(run)
-    found = {name: rms_spikes(watched, rms, rules) for name, rms in by_tensor.items()}
+    found = {name: spikes.rms_spikes(watched, rms, rules) for name, rms in by_tensor.items()}
     rows = [lead_time(name, early, late, steps, rules) for name, early in found.items() if early]
     rows.sort(key=lambda row: (row.p, -row.explained, row.name))
     together = sorted({step for early in found.values() for step in early})
@@ -142,10 +133,10 @@ def lead_times(run: Run, rules: SpikeRules = PAPER) -> list[LeadTime]:
 
 
 def lead_time(name: str, early: list[int], late: list[int], steps: ArrayLike, rules: SpikeRules = PAPER) -> LeadTime:
-    causes = explain_spikes(late, early, rules)
+    causes = spikes.explain_spikes(late, early, rules)
     leads = [step - cause for step, cause in zip(late, causes, strict=True) if cause is not None]
     useful = {cause for cause in early for step in late if rules.lead[0] <= step - cause <= rules.lead[1]}
-    chance = chance_rate(early, steps, rules)
+    chance = spikes.chance_rate(early, steps, rules)
     p = binomial_tail(len(leads), len(late), chance)
     return LeadTime(name, early, late, leads, len(early) - len(useful), chance, p)
 
@@ -153,11 +144,11 @@ def lead_time(name: str, early: list[int], late: list[int], steps: ArrayLike, ru
 def first_spikes(run: Run, rules: SpikeRules = PAPER) -> list[FirstSpike]:
     """For every loss spike, the tensors that spiked before its peak."""
     steps, losses = losses_of(run)
-    mean, deviation = running_range(losses, rules.window)
+    mean, deviation = spikes.running_range(losses, rules.window)
     found = []
-    for span in loss_spans(steps, losses, rules):
+    for span in spikes.loss_spans(steps, losses, rules):
         place = int(np.searchsorted(steps, span[0]))
-        peak = find_peak(steps, losses, span, rules)
+        peak = spikes.find_peak(steps, losses, span, rules)
         # From the longest lead before the onset to just before the peak.
         tensors = first_above(run, (span[0] - rules.lead[1], peak[0] - rules.lead[0]), rules.rms)
         found.append(FirstSpike(span[0], (float(mean[place]), float(deviation[place])), peak, tensors))

@@ -8,18 +8,7 @@ from pathlib import Path
 from trimtab.analysis.findings import Result, Signal
 from trimtab.analysis.verdict import backtest_factor
 from trimtab.report.layout import View
-from trimtab.report.numbers import (
-    UNKNOWN,
-    between,
-    count,
-    duration,
-    join_rates,
-    link,
-    loss,
-    number,
-    plural,
-    relative,
-)
+from trimtab.report.numbers import UNKNOWN, between, count, duration, join_rates, link, loss, number, plural, relative
 from trimtab.report.sentences import forecast_words, range_words, status_words
 from trimtab.runs.folder import FILES
 
