@@ -165,7 +165,7 @@ def test_schedules_that_do_not_fit_are_refused():
         apply(with_values(LAB, {"batch": 12}), "batch-warmup")
     with pytest.raises(ConfigError, match="both warm up"):
         apply(apply(LAB, "seqlen-warmup"), "batch-warmup")
-    with pytest.raises(ConfigError, match="a caption cannot be cut"):
+    with pytest.raises(ConfigError, match="caption.* cannot be cut"):
         apply(RECIPES["clip-tiny"](), "seqlen-warmup")
 
 
@@ -173,7 +173,7 @@ def test_torch_adamw_has_no_8_bit_state():
     plain = with_values(LAB, {"optim.name": "torch-adamw", "optim.independent_decay": False})
     with pytest.raises(ConfigError, match="32-bit state"):
         apply(plain, "8-bit")
-    with pytest.raises(ConfigError, match="has no 8-bit state"):
+    with pytest.raises(ConfigError, match="8-bit state"):
         with_values(plain, {"optim.block": 64})
 
 

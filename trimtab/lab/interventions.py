@@ -208,69 +208,39 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
         "normalise queries and keys: =shared (one gain for all heads), per-head or whole",
         lambda s: s.model(qk_norm=s.choice("shared", ("shared", "per-head", "whole"))),
     ),
-    "z-loss": (
-        "auxiliary loss that keeps the output logits from drifting: =1e-4, its weight",
-        lambda s: s.model(z_loss=s.number(1e-4, above=0)),
-    ),
+    "z-loss": ("loss on output logits that drift: =1e-4", lambda s: s.model(z_loss=s.number(1e-4, above=0))),
     "kappa": ("=x: rescale queries and keys to this size", lambda s: s.model(kappa=s.number(above=0))),
     "attention": (
         "=squared-relu: attention without a softmax",
         lambda s: s.model(attention=s.choice("squared-relu", ("softmax", "squared-relu"))),
     ),
-    "layer-scale": (
-        "a learned gain on each residual branch: =0, its initial value",
-        lambda s: s.model(layer_scale=s.number(0.0)),
-    ),
-    "stable-embedding": (
-        "layer norm after the embedding, whose optimizer state keeps 32 bits",
-        lambda s: s.flag().model(embedding="stable"),
-    ),
+    "layer-scale": ("a learned gain on each residual branch: =0", lambda s: s.model(layer_scale=s.number(0.0))),
+    "stable-embedding": ("layer norm after the embedding", lambda s: s.flag().model(embedding="stable")),
     "mup": ("muParam: =simple, intermediate or full; base: the study's smallest width, or mup=simple:16", _mup),
-    "linear": (
-        "=KIND: how linear layers multiply: switchback, llm-int8, fp8-tensorwise, ...",
-        lambda s: s.model(linear=s.choice("switchback", LINEARS)),
-    ),
+    "linear": ("=KIND of linear layers: llm-int8, ...", lambda s: s.model(linear=s.choice("switchback", LINEARS))),
     "switchback": ("int8 linear layers whose weight gradient is not quantized", _linear("switchback")),
     "switchback-m": ("the same, with int8 inputs saved for the backward pass", _linear("switchback-m")),
     "switchback-q": ("the same, with a scale per row of the weight", _linear("switchback-q")),
     "llm-int8": ("int8 linear layers, all three products quantized", _linear("llm-int8")),
     "fp8-switchback": ("float8 linear layers whose weight gradient is not quantized", _linear("fp8-switchback")),
     "fp8-tensorwise": ("float8 linear layers, one scale per tensor; large models diverge", _linear("fp8-tensorwise")),
-    # the optimizer
-    "independent-decay": (
-        "decay by weight_decay * lr / peak: =x; default: equal to the current decay at a peak of 1e-3",
-        lambda s: _decay(s, independent=True),
-    ),
-    "coupled-decay": (
-        "decay by weight_decay * lr, as PyTorch does: =x; default: equal to the current decay at a peak of 1e-3",
-        lambda s: _decay(s, independent=False),
-    ),
+    # the optimizer; the default of both decays equals the current decay at a learning rate of 1e-3
+    "independent-decay": ("decay by weight_decay * lr / peak: =x", lambda s: _decay(s, independent=True)),
+    "coupled-decay": ("decay by weight_decay * lr, as PyTorch: =x", lambda s: _decay(s, independent=False)),
     "weight-decay": ("=x, or =3x for three times the current one", _weight_decay),
     "eps": ("=x: Adam's eps, added to the root of the second moment", lambda s: s.optim(eps=s.number(above=0))),
     "beta2": (
         "=x: decay rate of the second moment",
         lambda s: s.optim(betas=(s.config.optim.betas[0], s.number(above=0, below=1))),
     ),
-    "stable-adamw": (
-        "StableAdamW: shorter steps when the second moment is out of date",
-        lambda s: s.flag().optim(name="stable-adamw"),
-    ),
-    "8-bit": (
-        "optimizer state in 8 bits: =codebook[:block], such as dynamic:256; tensors under 4096 values keep 32",
-        _eight_bit,
-    ),
+    "stable-adamw": ("smaller steps if the second moment is stale", lambda s: s.flag().optim(name="stable-adamw")),
+    "8-bit": ("8-bit optimizer state: =codebook[:block], such as dynamic:256; small tensors keep 32 bits", _eight_bit),
     "clip": ("=x: clip the norm of all gradients", lambda s: s.optim(clip_norm=s.number(1.0, above=0))),
     "no-clip": ("no gradient clipping", lambda s: s.flag().optim(clip_norm=None)),
     # the schedule
     "warmup": ("=0.25: share of the steps in which the learning rate rises", _warmup),
-    "seqlen-warmup": (
-        "=0.3: share of the steps in which sequences grow from 8 tokens; same tokens, more steps",
-        _seqlen_warmup,
-    ),
-    "batch-warmup": (
-        "=0.3: share of the samples in which the batch grows from batch / 8; same samples, more steps",
-        _batch_warmup,
-    ),
+    "seqlen-warmup": ("=0.3: share of the steps in which sequences grow from 8 tokens; same tokens", _seqlen_warmup),
+    "batch-warmup": ("=0.3: share of the samples in which the batch grows from batch / 8", _batch_warmup),
     "steps": ("=N: another number of steps; schedules and decay are scaled", lambda s: with_steps(s.config, s.count())),
     "batch": ("=N: another batch size on the same data, in fewer or more steps", _batch),
     "bfloat16": ("multiply in 16 bits (autocast)", lambda s: replace(s.flag().config, autocast="bfloat16")),

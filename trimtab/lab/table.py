@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -125,19 +125,14 @@ def estimate_left(states: Mapping[str, State], slots: int) -> float | None:
 # --- Views
 
 
-class View(Protocol):
-    def show(self, states: Mapping[str, State], slots: int) -> None: ...
-    def print(self, text: str) -> None: ...
-
-
 @contextmanager
-def open_view(study: Study, console: Console) -> Iterator[View]:
+def open_view(study: Study, console: Console) -> Iterator["LineView"]:
     """A table that is redrawn every second on a terminal, otherwise lines."""
     if not console.is_terminal:
         yield LineView(console)
         return
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        yield TableView(study, console, live)
+        yield TableView(study, live)
 
 
 class LineView:
@@ -163,12 +158,12 @@ class LineView:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-class TableView:
+class TableView(LineView):
     """The live table."""
 
-    def __init__(self, study: Study, console: Console, live: Live) -> None:
-        self.study, self.console, self.live = study, console, live
-        self.drawn = -math.inf
+    def __init__(self, study: Study, live: Live) -> None:
+        super().__init__(live.console)
+        self.study, self.live, self.drawn = study, live, -math.inf
 
     def show(self, states: Mapping[str, State], slots: int) -> None:
         ended = all(state.status in ENDED for state in states.values())
@@ -177,9 +172,6 @@ class TableView:
         self.drawn = time.monotonic()
         update_running(states)
         self.live.update(draw(self.study, states, slots, self.console.width), refresh=True)
-
-    def print(self, text: str) -> None:
-        self.live.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def update_running(states: Mapping[str, State]) -> None:

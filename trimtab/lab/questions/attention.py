@@ -3,15 +3,13 @@
 Squared ReLU in place of softmax cannot saturate; in the paper the logits grow nevertheless.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import Check, Evidence, M, Question, growth, judge, mean
+from trimtab.lab.questions.question import Checks, Evidence, M, Question, growth, judge, mean
 
 ARMS = {"softmax": (), "squared relu": ("attention=squared-relu",)}
 LRS = (0.01, 0.1, 0.3)
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     for arm in ARMS:
         factors = {f"{lr:g}": mean(growth(run.logits) for run in found.runs(arm, M, lr)) for lr in LRS[1:]}
         claim = f"with {arm} the largest logit grows tenfold at high learning rates"

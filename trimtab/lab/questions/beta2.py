@@ -4,16 +4,14 @@ The paper: a slowly updated second moment causes them, StableAdamW prevents them
 it is off.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import Check, Evidence, Question, at_most, falls, judge, mean
+from trimtab.lab.questions.question import Checks, Evidence, Question, at_most, falls, judge, mean
 
 ARMS = {f"beta2 {beta2}": [f"beta2={beta2}"] for beta2 in (0.95, 0.99, 0.999)}
 ARMS["beta2 0.999, stable"] = ["beta2=0.999", "stable-adamw"]
 LAST = ("beta2 0.999", "beta2 0.999, stable")
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     spikes = {arm: mean(len(r.spikes) for r in found.runs(arm)) if found.curve(arm) else None for arm in ARMS}
     ends = {arm: spikes[arm] for arm in ("beta2 0.999", "beta2 0.95")}
     yield judge("beta2 0.999 has more loss spikes than 0.95", ends, falls, note="spikes per run")

@@ -3,9 +3,7 @@
 Both kinds are equal at a peak learning rate of 1e-3. The sensitivity is that of the best window of three decades.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import STEADIED, Check, Evidence, M, Question, falls, judge
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Question, falls, judge
 from trimtab.lab.study import HALF_DECADES, LRS
 
 ARMS = {
@@ -18,7 +16,7 @@ ARMS = {
 LOWER = HALF_DECADES[HALF_DECADES.index(LRS[0]) - 1]
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     kinds = found.sensitivity("coupled", "independent")
     yield judge(f"at {M} independent decay is less sensitive than coupled decay", kinds, falls)
     best = {arm: found.best_lr(arm) for arm in ("a tenth", "independent", "ten times")}

@@ -2,9 +2,7 @@
 2023b. Tensors of fewer than 4096 values keep 32 bits, so the model has larger matrices.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import STEADIED, Check, Evidence, M, Question, at_most, judge
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Question, at_most, judge
 
 ARMS = {
     "32 bits": (),
@@ -14,7 +12,7 @@ ARMS = {
 }
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     for arm in list(ARMS)[1:]:
         claim = f"{arm}, at {M}: sensitivity at most 25% higher"
         yield judge(claim, found.sensitivity("32 bits", arm), at_most(1.25))

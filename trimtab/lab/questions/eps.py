@@ -4,7 +4,6 @@ With r the root mean square of the gradient, an update is r / (r + eps) of its i
 models are far above 1e-8, so larger values of eps are tried.
 """
 
-from collections.abc import Iterator
 from math import log10
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from trimtab.lab.questions.question import (
     STEADIED,
     XS,
-    Check,
+    Checks,
     Evidence,
     M,
     Question,
@@ -30,7 +29,7 @@ ARMS = {f"eps {eps:g}": (f"eps={eps:g}",) for eps in EPS}
 SMALLEST, DEFAULT, *_, LARGEST = ARMS
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     yield judge(
         "gradients shrink with the size and with the learning rate",
         _slopes(found),

@@ -4,10 +4,9 @@ Queries and keys are rescaled to the size kappa, so that the logits are about as
 layers shows the contribution of attention and MLPs.
 """
 
-from collections.abc import Iterator
 from itertools import pairwise
 
-from trimtab.lab.questions.question import Check, Evidence, Question, S, falls, judge
+from trimtab.lab.questions.question import Checks, Evidence, Question, S, falls, judge
 from trimtab.lab.sizes import Size
 
 KAPPAS = (1, 10, 100, 1_000, 10_000, 100_000)
@@ -16,7 +15,7 @@ NO_LAYERS = Size("0x32", depth=0, width=32, heads=2)
 NOISE = 0.01  # relative difference between the losses of seeds
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     losses = found.best(*ARMS, size=S)
     first, *_, last = ARMS
     yield judge("the loss does not fall as kappa grows", losses, _rises)

@@ -3,10 +3,8 @@
 Two layers, base width 16, qk-norm on. In the paper it does, and lowers neither loss nor sensitivity.
 """
 
-from collections.abc import Iterator
-
 from trimtab.analysis.findings import Status
-from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, judge
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, judge
 from trimtab.lab.study import HALF_DECADES
 
 SIZES = ("2x16", "2x32", "2x64", "2x128")
@@ -14,7 +12,7 @@ ARMS = {"standard": (), "muParam": ("mup=simple",), "full muParam": ("mup=full",
 LEARNING_RATES = HALF_DECADES[1:9]  # up to 1: the best learning rate moves over much of it
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     claim = "with muParam the best learning rate moves by at most one point of the grid"
     yield judge(claim, _moved(found, "muParam"), lambda x: abs(x) <= 1)
     yield judge("without it, it moves down by at least one", _moved(found, "standard"), lambda x: x <= -1)

@@ -3,16 +3,14 @@
 One fit per learning rate over the smaller sizes; the largest size is predicted and measured.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import Check, Evidence, L, Question, judge
+from trimtab.lab.questions.question import Checks, Evidence, L, Question, judge
 from trimtab.report.sentences import critical_words
 
 SIZES = ("2x16", "2x32", "3x48", "3x64", "3x96", L)
 LRS = (0.01, 0.03, 0.1, 0.3)
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     findings = found.findings
     complete = all(found.runs("plain", size, lr) for size in SIZES for lr in LRS)
     fits = [fit for fit in findings.fits if (fit.study, fit.signal) == (found.study, "logit_max") and complete]

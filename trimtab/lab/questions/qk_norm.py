@@ -3,18 +3,17 @@
 The paper: growing attention logits limit the learning rate, more so in larger models, and qk-norm prevents it.
 """
 
-from collections.abc import Iterator
 from math import inf, nan
 
 from trimtab.analysis.findings import Points
-from trimtab.lab.questions.question import XS, Check, Evidence, M, Question, S, growth, judge, mean
+from trimtab.lab.questions.question import XS, Check, Checks, Evidence, M, Question, S, growth, judge, mean
 
 ARMS = {"plain": (), "qk-norm": ("qk-norm",)}
 SIZES = (XS, S, M)
 HIGH = (0.1, 0.3)
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     claim = f"at {M} the sensitivity without qk-norm is at least 1.5 times that with it"
     yield judge(claim, found.sensitivity(*ARMS), lambda off, on: off >= 1.5 * on)
     yield _same_below(found)
@@ -42,7 +41,7 @@ def _failing(found: Evidence) -> Check:
     return judge(claim, first, lambda *x: list(x) == sorted(x, reverse=True) and x[-1] <= top)
 
 
-def _logits(found: Evidence, lr: float) -> Iterator[Check]:
+def _logits(found: Evidence, lr: float) -> Checks:
     off, on = (found.runs(arm, M, lr) for arm in ARMS)
     at = f"at {M} and learning rate {lr:g}"
     factor = {"factor": mean(growth(run.logits) for run in off)}

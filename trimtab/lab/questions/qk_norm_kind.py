@@ -3,14 +3,12 @@
 The paper uses `shared`: each head by itself, one gain for all. Others report better results with a gain per head.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import Check, Evidence, M, Question, judge
+from trimtab.lab.questions.question import Checks, Evidence, M, Question, judge
 
 KINDS = ("shared", "per-head", "whole")
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     noise = max(found.noise("shared"), found.noise("whole"))
     for kind in KINDS[:2]:
         claim = f"at {M} `{kind}` is not worse than `whole` by more than the difference between seeds"

@@ -8,7 +8,7 @@ A check is True, False, or None if there are not enough runs; None never passes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -30,6 +30,9 @@ class Check:
     evidence: str
 
 
+Checks = Iterator[Check]
+
+
 @dataclass(frozen=True)
 class Question:
     """A study of the lab's GPT, and the checks of its findings."""
@@ -37,7 +40,7 @@ class Question:
     name: str
     doc: str | None  # begins with the question
     arms: Mapping[str, Sequence[str]]
-    check: "Callable[[Evidence], Iterable[Check]]"
+    check: "Callable[[Evidence], Checks]"
     sizes: Sequence[str | Size] = (M,)
     lrs: Sequence[float] = LRS
     seeds: int = 2

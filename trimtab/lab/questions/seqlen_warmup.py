@@ -3,15 +3,13 @@
 All arms train on the same number of tokens. The model has no other intervention.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import Check, Evidence, M, Question, at_most, falls, judge, mean
+from trimtab.lab.questions.question import Checks, Evidence, M, Question, at_most, falls, judge, mean
 
 ARMS = {"full length": (), "sequence length": ("seqlen-warmup=0.3",), "batch": ("batch-warmup=0.3",)}
 HIGH = (0.03, 0.1, 0.3)
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     pair = ("full length", "sequence length")
     claim = "at high learning rates the loss rises less with sequence length warmup"
     yield judge(claim, {arm: _rise(found, arm) for arm in pair}, falls, note="highest loss / best before it, mean")

@@ -4,9 +4,7 @@ There, float8 with one scale per tensor diverges at a billion weights, SwitchBac
 start at zero (layer-scale) prevent the divergence. At this size all may train; then the losses differ little.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, at_most, judge
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, at_most, judge
 
 # Small quantized layers take about twice as long as the estimate for float ones.
 ARMS = {
@@ -19,7 +17,7 @@ ARMS = {
 }
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     for arm in ("switchback", "fp8-switchback"):
         yield judge(f"{arm}: best loss at most 1% above float", found.best("float", arm), at_most(1.01))
         yield judge(f"{arm}: sensitivity at most 25% higher", found.sensitivity("float", arm), at_most(1.25))

@@ -1,14 +1,12 @@
 """Does depth raise the sensitivity faster than width? Figure 7 of Wortsman et al. 2023b."""
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import STEADIED, Check, Evidence, Question, Values, judge, known
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, Values, judge, known
 from trimtab.lab.sizes import LADDERS
 
 SIZES = (*LADDERS["width"], *(size for size in LADDERS["depth"] if size not in LADDERS["width"]))
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     slopes: Values = {"width": None, "depth": None}
     for slope in found.findings.slopes:
         ladder = LADDERS.get(slope.along, ())

@@ -3,15 +3,13 @@
 In 32 bits a common shift of all logits does not change the loss, so the drift is harmless; in 16 bits it should not be.
 """
 
-from collections.abc import Iterator
-
-from trimtab.lab.questions.question import Check, Evidence, Question, S, falls, judge, mean
+from trimtab.lab.questions.question import Checks, Evidence, Question, S, falls, judge, mean
 
 LR = 0.1
 ARMS = {"free": (), "z-loss": ("z-loss",), "free, 16 bits": ("bfloat16",), "z-loss, 16 bits": ("z-loss", "bfloat16")}
 
 
-def check(found: Evidence) -> Iterator[Check]:
+def check(found: Evidence) -> Checks:
     free, held = ([run.logz for run in found.runs(arm, S, LR) if run.logz] for arm in ("free", "z-loss"))
     drift = mean(max(abs(value - points[0][1]) for _, value in points) for points in free)
     end = mean(abs(points[-1][1]) for points in held)
