@@ -165,7 +165,7 @@ def test_schedules_that_do_not_fit_are_refused():
         apply(with_values(LAB, {"batch": 12}), "batch-warmup")
     with pytest.raises(ConfigError, match="both warm up"):
         apply(apply(LAB, "seqlen-warmup"), "batch-warmup")
-    with pytest.raises(ConfigError, match="caption.* cannot be cut"):
+    with pytest.raises(ConfigError, match=r"caption.* cannot be cut"):
         apply(RECIPES["clip-tiny"](), "seqlen-warmup")
 
 

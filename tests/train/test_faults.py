@@ -5,6 +5,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -68,8 +69,7 @@ def begin_slowly(config: Path, run: Path) -> None:
         real(*args, **kwargs)
 
     log.RunLog.step = step
-    cli.VERBS["train"] = ("", lambda _: cli.runs.report_end(train(read_config(config), run), run))
-    cli.main(["train"])
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run), run)))
 
 
 def stop_in_the_middle(config: Path, run: Path, reached: Path, nth: int) -> None:
@@ -259,7 +259,7 @@ def save_for_ever(config: Path, run: Path, reached: Path) -> None:
         time.sleep(60)
 
     checkpoint.Checkpoints.save = save
-    cli.words.guarded(lambda: train(read_config(config), run))
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run), run)))
 
 
 def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
@@ -273,7 +273,7 @@ def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
     os.kill(process.pid, signal.SIGINT)
     process.join(20)
     assert process.exitcode == 130
-    assert "error: interrupted, and nothing was saved" in (tmp_path / "out").read_text()
+    assert "error: interrupted; nothing was saved" in (tmp_path / "out").read_text()
     assert "Traceback" not in (tmp_path / "out").read_text()
 
 
@@ -371,7 +371,7 @@ def as_nobody(config: Path, run: Path) -> None:
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
-    cli.words.guarded(lambda: train(read, run))
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read, run), run)))
 
 
 def test_without_permission_nothing_is_written(whole, tmp_path):

@@ -235,7 +235,7 @@ def test_a_folder_that_holds_another_run_is_refused_by_all(tmp_path):
 
 
 def join(config: Path, run: Path) -> None:
-    sys.exit(cli.runs.report_end(cli.words.guarded(lambda: train(read_config(config), run)), run))
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run), run)))
 
 
 def free_port() -> str:

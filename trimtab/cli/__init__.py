@@ -16,7 +16,7 @@ from typing import NoReturn
 from trimtab.cli import about, lab, options, runs
 from trimtab.cli.options import BAD_INPUT, FAILED, INTERRUPTED
 
-__all__ = ["COMMANDS", "about", "lab", "main", "options", "runs"]
+__all__ = ["COMMANDS", "about", "lab", "main", "options", "run", "runs"]
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "lab": lab.lab,
@@ -38,15 +38,18 @@ BUG = "this is a bug in trimtab: please report it with this traceback at the pro
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
     """The `trimtab` command."""
-    call = options.parse(COMMANDS, list(sys.argv[1:] if words is None else words))
+    sys.exit(run(options.parse(COMMANDS, list(sys.argv[1:] if words is None else words))))
+
+
+def run(call: Callable[[], int]) -> int:
+    """Make a call; report its errors, and return the exit code."""
     try:
-        code = call()
+        return call()
     except KeyboardInterrupt:
         print("error: interrupted; nothing was saved", file=sys.stderr)
-        code = INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
-        code = report_error(error)
-    sys.exit(code)
+        return report_error(error)
 
 
 def report_error(error: Exception) -> int:

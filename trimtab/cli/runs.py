@@ -17,7 +17,7 @@ def train(recipe: Recipe, /, *, out: Path | None = None, fields: Fields = ()) ->
     folder = out or free_folder(Path("runs"), recipe)
     from trimtab.train import train
 
-    return _report_end(train(config, folder), folder)
+    return report_end(train(config, folder), folder)
 
 
 def resume(folder: Folder, /, *, step: int | None = None, force: bool = False, fields: Fields = ()) -> int:
@@ -31,7 +31,7 @@ def resume(folder: Folder, /, *, step: int | None = None, force: bool = False, f
     from trimtab.train.config import load_config
 
     config = override(load_config(folder)[0], fields, f"trimtab resume {folder}")
-    return _report_end(resume(folder, config, step=step, force=force), folder)
+    return report_end(resume(folder, config, step=step, force=force), folder)
 
 
 def evaluate(folder: Folder, /, *, step: int | None = None, batches: int = 32) -> int:
@@ -96,7 +96,8 @@ def explain(folder: Folder, /) -> int:
     return 0
 
 
-def _report_end(result: dict[str, Any], folder: Path) -> int:
+def report_end(result: dict[str, Any], folder: Path) -> int:
+    """Print how a run ended; return the exit code."""
     loss = "none" if result["validation_loss"] is None else f"{result['validation_loss']:.4f}"
     clocks = f"{result['step']} steps, {result['tokens']:,} tokens, {result['seconds']:.0f} s"
     lines = [f"{result['why']}: {clocks}, best validation loss {loss}"]
