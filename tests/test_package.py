@@ -92,7 +92,7 @@ def test_the_metadata_are_complete(python_wheel, sdist):
     required = [line for line in facts.get_all("Requires-Dist") if "extra ==" not in line]
     assert {re.split(r"[^\w-]", line)[0] for line in required} >= {
         "torch",
-        "cattrs",
+        "msgspec",
         "filelock",
         "platformdirs",
         "tyro",

@@ -135,7 +135,7 @@ def test_an_impossible_grid_is_refused(changes, words):
         ({"arms": (Arm("both", ("kappa=10", "qk-norm")),)}, "cell 2x16/both: kappa=10"),
         ({"arms": (Arm("odd", ("qk-nrom",)),)}, "cell 2x16/odd: .*Did you mean 'qk-norm'"),
         ({"sizes": (Size("2x15", 2, 15, 1),)}, "cell 2x15/plain: .*rotary"),
-        ({"base": replace(open_subject("gpt-lab"), steps=10)}, "cell 2x16/plain: .*would be over before"),
+        ({"base": replace(open_subject("gpt-lab"), steps=10)}, "cell 2x16/plain: .*ends before"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused_with_its_cell(changes, words):
