@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trimtab.cli.options import Fields, Recipe, configure, list_recipes
+from trimtab.cli.options import configure, list_recipes
 
 
 def recipes() -> int:
@@ -11,7 +11,7 @@ def recipes() -> int:
     return 0
 
 
-def schedule(recipe: Recipe, /, *, svg: Path | None = None, fields: Fields = ()) -> int:
+def schedule(recipe: str, /, *, svg: Path | None = None, fields: tuple[str, ...] = ()) -> int:
     """Show learning rate, sequence length and batch size over a run, without training.
 
     Args:

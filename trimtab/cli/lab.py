@@ -5,7 +5,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trimtab.cli.options import FAILED, Command, Fields, Recipe, configure, exit_code, free_folder, list_recipes, refuse
+from trimtab.cli.options import FAILED, configure, exit_code, free_folder, list_recipes, refuse
 
 if TYPE_CHECKING:
     from trimtab.lab.study import Study
@@ -27,7 +27,7 @@ def lab(
     executor: Literal["local", "ray"] = "local",
     workers: int | None = None,
     list: bool = False,
-    command: Command = "",
+    command: str = "",
 ) -> int:
     """Will this recipe diverge, at which size, and what prevents it? Trains small models and writes a page.
 
@@ -153,7 +153,7 @@ def _list() -> int:
     return 0
 
 
-def report(folders: tuple[str, ...], /, *, out: Path | None = None, command: Command = "") -> int:
+def report(folders: tuple[str, ...], /, *, out: Path | None = None, command: str = "") -> int:
     """Write the page about finished runs, from their files: trimtab report runs/lab
 
     Args:
@@ -189,7 +189,7 @@ def predict(
 
 
 def tune_seqlen(
-    recipe: Recipe, /, *, out: Path | None = None, limit: float = 1.3, multiples: int = 3, fields: Fields = ()
+    recipe: str, /, *, out: Path | None = None, limit: float = 1.3, multiples: int = 3, fields: tuple[str, ...] = ()
 ) -> int:
     """Find a sequence length warmup for a recipe, at a small share of the cost of one run.
 

@@ -4,12 +4,11 @@
             command  argument  option      fields of the recipe's config
 
 A command whose config can be changed has a parameter `fields`. It receives all options that are not its own, and
-`override` applies them. Nothing here imports torch, so that --help is quick.
+`override` applies them. torch and tyro are imported where they are needed, so that --help is quick.
 """
 
 import ast
 import contextlib
-import functools
 import inspect
 import io
 import itertools
@@ -22,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import tyro
-
 if TYPE_CHECKING:
     from trimtab.runs import End
     from trimtab.train import RunConfig
@@ -32,11 +29,13 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 HELP = ("-h", "--help")
 Commands = Mapping[str, Callable[..., int]]
 DESCRIPTION = "Stable, low-precision, memory-lean Transformer training."
-Recipe = Annotated[str, tyro.conf.arg(metavar="RECIPE", help="a recipe, or your own model as package.file:function")]
-Folder = Annotated[Path, tyro.conf.arg(metavar="DIR", help="folder of the run")]
 # Parameters of a command that `parse` fills: options that are fields of a config, and the whole command line.
-Fields = Annotated[tuple[str, ...], tyro.conf.Suppress]
-Command = Annotated[str, tyro.conf.Suppress]
+HIDDEN = ("fields", "command")
+# Positional parameters of several commands: their name in the help, and their description.
+POSITIONAL = {
+    "recipe": ("RECIPE", "a recipe, or your own model as package.file:function"),
+    "folder": ("DIR", "folder of the run or study"),
+}
 
 
 def refuse(message: str) -> NoReturn:
@@ -47,24 +46,27 @@ def refuse(message: str) -> NoReturn:
 
 def parse(commands: Commands, words: list[str]) -> Callable[[], int]:
     """The call that a command line asks for."""
-    if not words:
-        _show_help(commands, [])
-    name, *rest = words
-    if name in HELP:
-        return _call(commands, words)
+    name, *rest = words or [""]
+    if not name or name in HELP:
+        print(f"usage: trimtab COMMAND ...\n\n{DESCRIPTION}\n\ncommands (`trimtab COMMAND --help` describes one):")
+        for known, function in commands.items():
+            print(f"  {known:12} {(function.__doc__ or '').splitlines()[0]}")
+        sys.exit(0 if name else BAD_INPUT)
     if name not in commands:
         from trimtab.train.config import did_you_mean
 
         refuse(f"unknown command {name!r}.{did_you_mean(name, commands)} `trimtab --help` lists the commands")
     parameters = inspect.signature(commands[name]).parameters
-    own = ["--" + _normal(parameter) for parameter in parameters if parameter not in ("fields", "command")]
+    own = ["--" + _normal(parameter) for parameter in parameters if parameter not in HIDDEN]
     hidden: dict[str, Any] = {"command": shlex.join(["trimtab", *words])} if "command" in parameters else {}
     if "fields" not in parameters:
         for option, _ in group(rest):
             _check(option, own)
         return partial(_call(commands, words), **hidden)
     if not rest:
-        _show_help(commands, [name])
+        with contextlib.suppress(SystemExit):
+            _call(commands, [name, "--help"])
+        sys.exit(BAD_INPUT)
     target = next(iter(parameters))
     if rest[0].startswith("-") and rest[0] not in HELP:
         refuse(f"the {target} comes first: trimtab {name} {target.upper()} {rest[0]} ...")
@@ -109,41 +111,42 @@ def _check(option: str | None, known: list[str]) -> None:
 
 def _call(commands: Commands, words: list[str]) -> Callable[..., int]:
     """Let tyro parse the words. Its error message is reduced to one line."""
-    errors, brief = io.StringIO(), words[0] in HELP
-    chosen = commands if brief else {words[0]: commands[words[0]]}
+    import tyro
+
+    errors, name = io.StringIO(), words[0]
     try:
         with contextlib.redirect_stderr(errors):
-            call: Callable[..., int] = tyro.extras.subcommand_cli_from_dict(
-                {name: _deferred(function, brief=brief) for name, function in chosen.items()},
-                prog="trimtab",
-                description=DESCRIPTION,
-                args=words,
+            return tyro.cli(
+                _deferred(commands[name]),
+                prog=f"trimtab {name}",
+                args=words[1:],
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
-            return call
     except SystemExit as end:
         if end.code not in (0, None):
             refuse(_unboxed(errors.getvalue()))
-        if words[0] in commands and "recipe" in inspect.signature(commands[words[0]]).parameters:
-            print(f"\nRecipes (`trimtab {words[0]} RECIPE --help` lists the fields of one):\n{list_recipes()}")
+        if "recipe" in inspect.signature(commands[name]).parameters:
+            print(f"\nRecipes (`trimtab {name} RECIPE --help` lists the fields of one):\n{list_recipes()}")
         raise
 
 
-def _show_help(commands: Commands, words: list[str]) -> NoReturn:
-    """Answer a command line that is too short with the help."""
-    with contextlib.suppress(SystemExit):
-        _call(commands, [*words, "--help"])
-    sys.exit(BAD_INPUT)
-
-
-def _deferred(function: Callable[..., int], *, brief: bool) -> Callable[..., Callable[..., int]]:
+def _deferred(function: Callable[..., int]) -> Callable[..., Callable[..., int]]:
     """A function that returns the call instead of making it, so that only errors of the parser are caught."""
+    from tyro.conf import arg
 
-    @functools.wraps(function)
     def bind(*args: Any, **kwargs: Any) -> Callable[..., int]:
         return partial(function, *args, **kwargs)
 
-    bind.__doc__ = (function.__doc__ or "").splitlines()[0] if brief else function.__doc__
+    shown = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in POSITIONAL:
+            metavar, text = POSITIONAL[parameter.name]
+            parameter = parameter.replace(annotation=Annotated[parameter.annotation, arg(metavar=metavar, help=text)])
+        if parameter.name not in HIDDEN:
+            shown.append(parameter)
+    bind.__doc__, bind.__name__ = function.__doc__, function.__name__
+    bind.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    bind.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return bind
 
 
@@ -181,6 +184,8 @@ def override(config: "RunConfig", words: tuple[str, ...], prog: str) -> "RunConf
     from trimtab.train.config import flatten, to_json, with_values
 
     if "--help" in words:
+        import tyro
+
         tyro.cli(type(config), default=config, args=["--help"], prog=prog, config=(tyro.conf.FlagConversionOff,))
     known = flatten(to_json(config))
     fields = ["--" + _normal(name) for name in known if name != "kind"]

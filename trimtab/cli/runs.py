@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import Fields, Folder, Recipe, configure, exit_code, free_folder, override
+from trimtab.cli.options import configure, exit_code, free_folder, override
 
 
-def train(recipe: Recipe, /, *, out: Path | None = None, fields: Fields = ()) -> int:
+def train(recipe: str, /, *, out: Path | None = None, fields: tuple[str, ...] = ()) -> int:
     """Train a recipe, with any field changed: trimtab train gpt-tiny --optim.lr 1e-2
 
     Args:
@@ -20,7 +20,7 @@ def train(recipe: Recipe, /, *, out: Path | None = None, fields: Fields = ()) ->
     return report_end(train(config, folder), folder)
 
 
-def resume(folder: Folder, /, *, step: int | None = None, force: bool = False, fields: Fields = ()) -> int:
+def resume(folder: Path, /, *, step: int | None = None, force: bool = False, fields: tuple[str, ...] = ()) -> int:
     """Continue a run from its last checkpoint: trimtab resume runs/gpt-tiny
 
     Args:
@@ -34,7 +34,7 @@ def resume(folder: Folder, /, *, step: int | None = None, force: bool = False, f
     return report_end(resume(folder, config, step=step, force=force), folder)
 
 
-def evaluate(folder: Folder, /, *, step: int | None = None, batches: int = 32) -> int:
+def evaluate(folder: Path, /, *, step: int | None = None, batches: int = 32) -> int:
     """Validation loss of a run at full length; zero-shot accuracy of a CLIP.
 
     Args:
@@ -49,7 +49,7 @@ def evaluate(folder: Folder, /, *, step: int | None = None, batches: int = 32) -
 
 
 def sample(
-    folder: Folder,
+    folder: Path,
     /,
     *,
     prompt: str = "",
@@ -76,7 +76,7 @@ def sample(
     return 0
 
 
-def watch(folder: Folder, /, *, once: bool = False) -> int:
+def watch(folder: Path, /, *, once: bool = False) -> int:
     """Show a running or finished run on the terminal: loss, signals by layer, alarms.
 
     Args:
@@ -88,7 +88,7 @@ def watch(folder: Folder, /, *, once: bool = False) -> int:
     return 0
 
 
-def explain(folder: Folder, /) -> int:
+def explain(folder: Path, /) -> int:
     """Explain what went wrong in a run, when and in which layer first, with the evidence."""
     from trimtab.report.explain import explain
 
