@@ -2,14 +2,14 @@
 
     tt.optim.StableAdamW(..., bits=8)      tt.nn.convert_linears(model, "switchback")      tt.SeqLenWarmup(...)
 
-Rooms are imported when they are first used: `trimtab --help` need not wait for torch.
+Sub-packages are imported at their first use, so that `trimtab --help` does not import torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trimtab import data, lab, nn, ops, optim, recipes, schedule, train, watch
+    from trimtab import analysis, data, lab, nn, ops, optim, recipes, report, runs, schedule, train, watch
     from trimtab.schedule import SeqLenWarmup
     from trimtab.watch import Watch
 
@@ -19,24 +19,27 @@ __all__ = [
     "SeqLenWarmup",
     "Watch",
     "__version__",
+    "analysis",
     "data",
     "lab",
     "nn",
     "ops",
     "optim",
     "recipes",
+    "report",
+    "runs",
     "schedule",
     "train",
     "watch",
 ]
-_OUT_OF_A_ROOM = {"SeqLenWarmup": "trimtab.schedule", "Watch": "trimtab.watch"}
+_SHORTCUTS = {"SeqLenWarmup": "trimtab.schedule", "Watch": "trimtab.watch"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _read_version()
-    if name in _OUT_OF_A_ROOM:
-        return getattr(importlib.import_module(_OUT_OF_A_ROOM[name]), name)
+    if name in _SHORTCUTS:
+        return getattr(importlib.import_module(_SHORTCUTS[name]), name)
     if name in __all__:
         return importlib.import_module(f"trimtab.{name}")
     raise AttributeError(f"trimtab has no {name!r}; it has {', '.join(__all__)}")
