@@ -1,4 +1,4 @@
-"""Honest timing on a noisy machine: candidates take turns in one run, and we report the best and the median.
+"""Timing on a noisy machine: the candidates run alternately; the best and the median are reported.
 
 Ratios of two candidates compare their medians over the same rounds, so that a slow minute slows both.
 """

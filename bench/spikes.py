@@ -1,4 +1,4 @@
-"""Do RMS spikes announce loss spikes? Small GPTs and CLIPs, made unstable, on a CPU.
+"""Do RMS spikes precede loss spikes? Small GPTs and CLIPs, made unstable, on a CPU.
 
     python -m bench.spikes                      all settings, 3 seeds each: about ten minutes on one thread
     python -m bench.spikes --only clip --seeds 1 --steps 400

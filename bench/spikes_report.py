@@ -41,8 +41,8 @@ class Count:
     steps: int
     loss_spikes: int
     rms_spikes: int
-    announced: int  # loss spikes with an RMS spike in the lead
-    chance: float  # share of the loss spikes that a blind guess announces
+    preceded: int  # loss spikes with an RMS spike in the lead
+    chance: float  # share of the loss spikes that a blind guess precedes
     p: float
     false_alarms: int  # RMS spikes that no loss spike followed
     leads: list[int]
@@ -63,7 +63,7 @@ def count(
         steps=sum(part["steps"] for part in parts),
         loss_spikes=late,
         rms_spikes=sum(part["early"] for part in parts),
-        announced=hits,
+        preceded=hits,
         chance=chance,
         p=binomial_tail(hits, late, chance),
         false_alarms=sum(part["false"] for part in parts),
@@ -194,17 +194,17 @@ def _in_short(data: dict[str, Any], adamw: Sequence[Run]) -> list[str]:
     return [
         f"In short, over {onset['runs']} AdamW runs of {onset['steps']:,} counted steps, RMS_t of any tensor:",
         "",
-        f"- {_share(onset['announced'], onset['loss_spikes'])} loss spikes began after an RMS spike, "
+        f"- {_share(onset['preceded'], onset['loss_spikes'])} loss spikes began after an RMS spike, "
         f"{onset['chance']:.0%} would by chance (p {onset['p']:.2g}); "
         f"{_share(onset['same_step'], onset['loss_spikes'])} began in the very same step.",
-        f"- {_share(peak['announced'], peak['loss_spikes'])} large spikes had an RMS spike before their peak, "
+        f"- {_share(peak['preceded'], peak['loss_spikes'])} large spikes had an RMS spike before their peak, "
         f"{peak['chance']:.0%} would by chance (p {peak['p']:.2g}); median lead "
         f"{statistics.median(peak['leads'] or [math.nan]):g} steps. In {_share(won, len(ahead))} it sounded before "
         "the alarm of the loss itself.",
         f"- {_share(peak['false_alarms'], peak['rms_spikes'])} RMS spikes had no large spike after them "
         f"({_share(onset['loss_spikes'] - peak['loss_spikes'], onset['loss_spikes'])} loss spikes were not large). "
         f"Asking for a quarter of the tensors at once, {_share(many['false_alarms'], many['rms_spikes'])}, and "
-        f"{_share(many['announced'], many['loss_spikes'])} large spikes are still announced.",
+        f"{_share(many['preceded'], many['loss_spikes'])} large spikes are still preceded.",
         "",
     ]
 
@@ -219,7 +219,7 @@ def _count_setting(runs: Sequence[Run], model: str, moment: Moment) -> dict[str,
     counts = {name: count(runs, name, moment) for name in names}
     best = min(names, key=lambda name: (counts[name].p, counts[name].false_alarms))
     found = {ANY: count(runs, None, moment), FIRST_LAYER[model]: counts[FIRST_LAYER[model]]}
-    if counts[best].announced:
+    if counts[best].preceded:
         found[f"{best} (best of {len(names)})"] = counts[best]
     return {name: asdict(c) for name, c in found.items()}
 
@@ -244,7 +244,7 @@ def _count_table(counts: Mapping[tuple[str, str], dict[str, Any]]) -> list[str]:
     rows = [head, ("---",) * len(head)]
     for (setting, which), c in counts.items():
         late, early = c["loss_spikes"], c["rms_spikes"]
-        share = f"{c['announced']} ({c['announced'] / late:.0%})" if late else "–"
+        share = f"{c['preceded']} ({c['preceded'] / late:.0%})" if late else "–"
         false = f"{c['false_alarms']} ({c['false_alarms'] / early:.0%})" if early else "–"
         lead = f"{statistics.median(c['leads']):g}" if c["leads"] else "–"
         p = f"{c['p']:.1e}" if late else "–"
@@ -262,7 +262,7 @@ def _clean(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
-HEAD = """# Do RMS spikes announce loss spikes, at a size for a laptop?
+HEAD = """# Do RMS spikes precede loss spikes, at a size for a laptop?
 
 Made by `python -m bench.spikes`: small runs, made unstable on purpose; every number of this page comes from that
 command. The GPT has 2 blocks of width 64 and reads bytes of Python's own sources, in windows of 32: 32 windows in every
@@ -273,7 +273,7 @@ What was decided when. The paper's rule (first table) was fixed beforehand, exce
 Eighteen earlier runs, not counted here, served to find settings whose loss spikes; their RMS_t was looked at too. The
 window of 50 was taken after the first large-batch runs, which are among those below. When these had shown that the
 answer to the first table is no, the other questions were added: the peaks of large spikes, the race, and the share of
-the tensors. A peak was first looked for within 10 steps of the onset (26 of 32 announced); that missed one spike, so
+the tensors. A peak was first looked for within 10 steps of the onset (26 of 32 preceded); that missed one spike, so
 it is now looked for over the whole spike. The contrast setting had β₂ 0.999 at first, which repeated the steps of
 another setting. Everything but the first table is therefore exploration: its p-values are no test, and fresh seeds with
 these rules have not been run.
@@ -287,9 +287,9 @@ LEGEND: dict[Moment, list[str]] = {
         f"RMS spike: RMS_t ≥ {RULES.rms:g}. Loss spike: {RULES.deviating} of {RULES.gap} steps at least",
         f"{RULES.deviations:g} deviations above the mean of the {RULES.window} steps before. Spikes of a kind (and a",
         f"tensor) within {RULES.gap} steps are one, dated at the first; the first {RULES.ignore} steps do not count.",
-        f"Announced: an RMS spike {RULES.lead[0]} to {RULES.lead[1]} steps before. By chance: what a blind guess would",
-        "announce; p: the binomial tail. Same step, after: loss spikes with an RMS spike in the very step, or as soon",
-        "after it. Where `after` is as large as `announced`, RMS_t goes with the spike and does not foretell it.",
+        f"Preceded: an RMS spike {RULES.lead[0]} to {RULES.lead[1]} steps before. By chance: what a blind guess would",
+        "precede; p: the binomial tail. Same step, after: loss spikes with an RMS spike in the very step, or as soon",
+        "after it. Where `after` is as large as `preceded`, RMS_t goes with the spike and does not predict it.",
     ],
     "peak": [
         f"Only loss spikes whose highest loss is at least {LARGE:g} times the usual one before them, dated where it is",
@@ -303,4 +303,4 @@ RACE_LEGEND = [
     f"The loss sounds the alarm when {RULES.deviating} steps have deviated, RMS_t at the first step with some tensor",
     f"at {RULES.rms:g} or above, looked for from {RULES.lead[1]} steps before the onset to the peak.",
 ]
-COLUMNS = ("RMS_t of", "loss spikes", "RMS spikes", "announced", "by chance", "p", "median lead", "false alarms")
+COLUMNS = ("RMS_t of", "loss spikes", "RMS spikes", "preceded", "by chance", "p", "median lead", "false alarms")

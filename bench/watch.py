@@ -4,7 +4,7 @@
     python -m bench.watch --rounds 5           rougher
 
 The watcher's own work is timed inside a running loop, step by step, and divided by the rest of the same steps: a slow
-minute slows both. The cost of taps that nobody listens to is that of a model without them, in turns with it.
+minute slows both. Taps without listeners are compared with a model without taps, run alternately.
 """
 
 import time
@@ -89,7 +89,7 @@ def measure_deep(rounds: int, batch: int) -> None:
 
 
 def measure_taps(rounds: int, batch: int) -> list[Bar]:
-    """The forward pass with its taps, and with taps that do not even look whether somebody listens."""
+    """The forward pass with taps, and with taps that do not check for listeners."""
     model, (tokens, targets) = build_model(), data(batch)
 
     def forward() -> None:
@@ -101,7 +101,7 @@ def measure_taps(rounds: int, batch: int) -> list[Bar]:
             forward()
 
     timings = interleave({"taps": forward, "no taps": without}, 2 * rounds)
-    return [Bar("taps nobody listens to, over a model without", ratio(timings, "taps", "no taps"), 1.01)]
+    return [Bar("taps without listeners, over a model without taps", ratio(timings, "taps", "no taps"), 1.01)]
 
 
 @contextmanager

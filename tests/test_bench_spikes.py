@@ -30,8 +30,8 @@ def run(rms_at, onset=300, peak=9.0):
 )
 def test_an_announcement_comes_before_the_onset_or_the_peak(rms_at, onset, peak, ahead):
     some = [run({rms_at}), run({rms_at})]
-    assert count(some, None, "onset").announced == 2 * onset
-    assert count(some, "visual.conv1.weight", "peak").announced == 2 * peak
+    assert count(some, None, "onset").preceded == 2 * onset
+    assert count(some, "visual.conv1.weight", "peak").preceded == 2 * peak
     assert count(some, "other", "peak").rms_spikes == 0
     assert race(some).ahead == [ahead, ahead]
 
@@ -39,15 +39,15 @@ def test_an_announcement_comes_before_the_onset_or_the_peak(rms_at, onset, peak,
 def test_counts_are_added_up_over_runs():
     some = [run({297, 200}), run({100}), run({300})]
     found = count(some, None, "onset")
-    assert (found.runs, found.loss_spikes, found.rms_spikes, found.announced) == (3, 3, 4, 1)
+    assert (found.runs, found.loss_spikes, found.rms_spikes, found.preceded) == (3, 3, 4, 1)
     assert (found.leads, found.false_alarms, found.same_step, found.after) == ([3], 3, 1, 0)
     assert found.chance == pytest.approx((16 + 8 + 8) / 3 / 340)
     assert count(some, None, "peak").leads == [2, 5]
 
 
-@pytest.mark.parametrize(("share", "announced"), [(0.5, 1), (0.6, 0)])
-def test_alarms_may_ask_for_a_share_of_the_tensors(share, announced):
-    assert count([run({297})], None, "onset", share=share).announced == announced  # one of the two tensors is high
+@pytest.mark.parametrize(("share", "preceded"), [(0.5, 1), (0.6, 0)])
+def test_alarms_may_ask_for_a_share_of_the_tensors(share, preceded):
+    assert count([run({297})], None, "onset", share=share).preceded == preceded  # one of the two tensors is high
 
 
 def test_a_spike_is_large_if_it_doubles_the_loss():

@@ -1,4 +1,4 @@
-"""`Watch` measures every step of a training and returns an alarm when a signal announces an instability.
+"""`Watch` measures every step of a training and returns an alarm when a signal shows an instability.
 
     watch = Watch(model, optimizer)
     for batch in loader:
