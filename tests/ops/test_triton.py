@@ -390,15 +390,16 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     for walks in ((True, True), (True, False), (False, True)):
         chosen = {"MEASURE": walks[0], "ROUND": walks[1], "LANES": 16, "TILE": 64}
         yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
-    yield fused_triton._gradient_norms_kernel, {"G_TYPE": tl.bfloat16, "ALIGNED": True, "MANY": False, **tile}
+    gradients = fused_triton.Form(tl.float32, tl.bfloat16, "", 0, 0, aligned=True, many=False, rows=1, tile=128)
+    yield fused_triton._sums_kernel, {"WHAT": "gradients", "FORM": gradients}
     for rule in RULES:
-        keeps = sum(1 << fused_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
         for quantized in (0, 1, 2):
-            chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
+            stored = (rule, fused_triton.keeps_of(rule), quantized)
             # Blocks longer than a tile take longest to compile, and take the same path in every rule.
-            chosen |= {"ALIGNED": quantized > 0, "MANY": rule == "adamw", **tile}
-            yield fused_triton._step_kernel, chosen
-            yield fused_triton._norms_kernel, {**chosen, "RATIOS": rule == "rms"}
+            sizes = {"aligned": quantized > 0, "many": rule == "adamw", "rows": 1, "tile": 128}
+            form = fused_triton.Form(tl.bfloat16, tl.float32, *stored, **sizes)
+            yield fused_triton._step_kernel, {"FORM": form}
+            yield fused_triton._sums_kernel, {"WHAT": "ratios" if rule == "rms" else "norms", "FORM": form}
 
 
 def compile_all(arch: int) -> int:
