@@ -135,9 +135,7 @@ def test_every_way_to_multiply_gives_the_same(monkeypatch, product, has_native):
 def test_who_multiplies_is_said_and_is_exact():
     product, reason = backends.int8_product()
     assert product in ("onednn", "native", "reference")
-    assert reason
-    if backends._has_vnni():
-        assert product == "onednn"
+    assert product == "onednn" or "no VNNI" in reason
 
 
 # --- The paper's error figures (specs/p1 section 2.13)

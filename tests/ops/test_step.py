@@ -74,7 +74,7 @@ class Tensors:
 
     def ratio_arguments(self, grads: list[Tensor], scalars: Tensor) -> tuple:
         absmax = self.absmax[-1] if self.quantized else []
-        return (grads, self.states[-1], absmax, scalars, UNSIGNED, self.code, self.block)
+        return (grads, grads, self.states[-1], absmax, scalars, SIGNED, UNSIGNED, "rms", self.code, self.block)
 
     def ratios(self, grads: list[Tensor], scalars: Tensor) -> Tensor:
         absmax = self.absmax[-1] if self.quantized else None

@@ -268,12 +268,9 @@ def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> Non
 
 @pytest.mark.parametrize("bits", [8, 32])
 def test_gradient_ratios_match_the_reference(bits: int, small_tile: int) -> None:
-    _, grads, v, absmax, scalars, _, unsigned, _, code, block = arguments(
-        "rms", bits=bits, block=300, sizes=[63, 0, 400]
-    )
-    scalars[2, step.EPS] = 0
-    scalars[0, step.COUPLED] = 0.5  # of no account here
-    args = (grads, v, absmax, scalars, unsigned, code, block)
+    args = arguments("rms", bits=bits, block=300, sizes=[63, 0, 400])
+    args[4][2, step.EPS] = 0
+    args[4][0, step.COUPLED] = 0.5  # of no account here
     torch.testing.assert_close(fused_triton.ratios(*args), step.ratios_reference(*args), rtol=1e-6, atol=0)
 
 

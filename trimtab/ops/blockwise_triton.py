@@ -165,16 +165,7 @@ def _quantize_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr,
-    absmax_ptr,
-    codebook_ptr,
-    out_ptr,
-    count,
-    entries,
-    block,
-    tiles,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    codes_ptr, absmax_ptr, codebook_ptr, out_ptr, count, entries, block, tiles, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
     blocks = program // tiles * ROWS + tl.arange(0, ROWS)

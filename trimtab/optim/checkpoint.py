@@ -322,7 +322,8 @@ def from_bitsandbytes(
     taken += ["alpha", "t_alpha", "t_beta3"] if len(moments) == 3 else []
 
     def read(entry: Mapping[str, Any]) -> Entry:
-        entry = {**entry, **_unwrap(entry)}
+        # Newer versions of bitsandbytes nest the quantized tensors one level deeper.
+        entry = {**entry, **next((value for key, value in entry.items() if str(key).startswith("__bnb")), {})}
         decoded = [x for i in (1, 2) if f"state{i}" in entry for x in _read_bitsandbytes(entry, i, len(moments) == 3)]
         if len(decoded) != len(moments):
             raise ValueError(f"the state holds {len(decoded)} moments, but {len(moments)} are named: {moments}")
@@ -348,18 +349,12 @@ def from_torchao(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {place: read(entry) for place, entry in state_dict["state"].items()}, "param_groups": groups}
 
 
-def _unwrap(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Newer versions of bitsandbytes nest the quantized tensors one level deeper."""
-    return next((value for key, value in entry.items() if str(key).startswith("__bnb")), {})
-
-
 def _read_bitsandbytes(entry: Mapping[str, Any], i: int, stacked: bool) -> list[Tensor]:
     """Its state1 or state2 in float32. AdEMAMix stacks two averages in state1."""
     values, scales = entry[f"state{i}"], entry.get(f"absmax{i}")
-    if i == 1 and stacked:
-        pairs = zip(values, scales if scales is not None else [None, None], strict=True)
-    else:
-        pairs = zip([values], [scales], strict=True)
+    if not (i == 1 and stacked):
+        values, scales = [values], [scales]
+    pairs = zip(values, scales if scales is not None else [None, None], strict=True)
     return [x.float() if x.dtype != torch.uint8 else _decode(x, absmax, entry[f"qmap{i}"]) for x, absmax in pairs]
 
 

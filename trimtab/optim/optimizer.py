@@ -22,7 +22,7 @@ from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
 from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
-from trimtab.ops.step.rules import DECAY, independent_decay, trust_from_norms
+from trimtab.ops.step.rules import DECAY, independent_decay
 from trimtab.ops.step.storage import Batch, Storage, new_moment
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
@@ -322,10 +322,8 @@ class Optimizer(torch.optim.Optimizer):
     def _measure(self, batches: list[Batch]) -> list[Tensor | None]:
         found = [self.measure(batch) for batch in batches]
         self._measured = []
-        measured = [(batch, sums) for batch, sums in zip(batches, found, strict=True) if sums is not None]
-        if not measured:
-            return [None] * len(batches)
-        return list(_whole([batch for batch, _ in measured], [sums for _, sums in measured]))
+        measured = [sums for sums in found if sums is not None]  # all or none
+        return list(_whole(batches, measured)) if measured else found
 
     def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         rows, group = self.rows(batch, sums), batch.group
@@ -346,12 +344,6 @@ class Optimizer(torch.optim.Optimizer):
             step_in_chunks(batch, rows)
         else:
             step_unchecked(*batch.arguments(rows))
-
-    def trust_of(self, sums: Tensor, group: dict[str, Any]) -> Tensor:
-        """The factors that scale each tensor's step to the norm of its weights."""
-        trust = trust_from_norms(sums, bound=group["max_unorm"])
-        # A non-finite gradient is skipped with skip_nonfinite, and else spreads; it must not stop here.
-        return torch.where(trust.isfinite(), trust, 1.0)
 
     def _count(self, batch: Batch, rows: Tensor) -> None:
         """Count the step, except for tensors that were skipped."""
@@ -399,9 +391,7 @@ class Optimizer(torch.optim.Optimizer):
         checkpoint.load(self, state_dict, convert=convert)
 
     def __getstate__(self) -> dict[str, Any]:
-        patterns = tuple(
-            rule for rule in self._rules if isinstance(rule, str)
-        )  # the other rules have been applied already
+        patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the others have been applied already
         own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
         return super().__getstate__() | own
 

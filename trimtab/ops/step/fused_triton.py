@@ -65,13 +65,11 @@ def norms(*arguments: Any) -> Tensor:
     return _sums("norms", 2, Arguments(*arguments))
 
 
-def ratios(grads: Sequence[Tensor], *arguments: Any) -> Tensor:
-    """The first pass of rule "rms" with the gradients as parameters; nothing depends on the parameters."""
-    states, absmax, scalars, unsigned, code, block = arguments
-    uncoupled = scalars.clone()
-    uncoupled[:, COUPLED.value] = 0
-    a = Arguments(grads, grads, states, absmax, uncoupled, unsigned, unsigned, "rms", code, block)
-    return _sums("ratios", 1, a)[:, 0]
+def ratios(*arguments: Any) -> Tensor:
+    a = Arguments(*arguments)
+    uncoupled = a.scalars.clone()
+    uncoupled[:, COUPLED.value] = 0  # nothing depends on the parameters
+    return _sums("ratios", 1, a._replace(scalars=uncoupled))[:, 0]
 
 
 def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
