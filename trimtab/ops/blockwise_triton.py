@@ -1,4 +1,4 @@
-"""Block-wise 8-bit quantization on the GPU: the Triton twin of blockwise.py, equal to its reference to the last bit.
+"""Block-wise 8-bit quantization on the GPU: the Triton kernels of blockwise.py, equal to its reference to the last bit.
 
 A program processes a tile of ROWS blocks by TILE values. A block longer than TILE is read twice, tile by tile: once for
 its absmax, once to encode.

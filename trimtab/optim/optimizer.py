@@ -33,7 +33,6 @@ from trimtab.optim.options import DEFAULTS, Options, check_group, check_options,
 __all__ = ["Batch", "Optimizer", "Options"]
 
 Key = tuple[int, int, torch.device]  # of a batch: the index of the group, the bits of its state, the device
-_FLOATS = set(FLOATS)
 RING = 100  # gradient norms that percentile clipping keeps
 
 
@@ -168,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         batches = self._gather()
         for batch in batches:
             batch.grad_scale = (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
-        self._inspect([batch for batch in batches if _inspects(batch.group)])
+        self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
         for batch, sums in zip(batches, self._measure(batches), strict=True):
             rows = self._final_rows(batch, sums)
             self._apply(batch, rows)
@@ -222,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         params, states, block, bits = batch.params, batch.kept, batch.storage.block, batch.storage.bits
         numels, devices = [p.numel() for p in params], [p.device for p in params]
-        usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= _FLOATS
+        usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= {*FLOATS}
         for name in batch.names:
             found = [state.get(name if bits == 32 else f"{name}_codes") for state in states]
             kept = [x for x in found if x is not None]
@@ -423,10 +422,6 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
 
 def _skips(group: dict[str, Any]) -> bool:
     return bool(group["skip_nonfinite"] or group["loss_scale"] != 1)
-
-
-def _inspects(group: dict[str, Any]) -> bool:
-    return _skips(group) or group["percentile_clipping"] < 100
 
 
 def _whole(batches: list[Batch], sums: list[Tensor]) -> Iterable[Tensor]:

@@ -1,7 +1,7 @@
 """The fused optimizer step.
 
 rules.py      the equations and their coefficients
-fused.py      the op; its twins are fused.cpp and fused_triton.py
+fused.py      the op; its kernels are fused.cpp and fused_triton.py
 quadratic.py  the 8-bit code of the state
 storage.py    how the state of many tensors is stored
 """

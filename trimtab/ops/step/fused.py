@@ -10,7 +10,7 @@ One implementation serves every rule (rules.py), and 8-bit and 32-bit state. In 
 - Otherwise a non-finite gradient spreads as in PyTorch: its element of the parameter becomes NaN, and so does its block
   of 8-bit state.
 
-Twins: fused.cpp (CPU), fused_triton.py (GPU).
+Kernels: fused.cpp (CPU), fused_triton.py (GPU).
 """
 # mypy: disable-error-code="no-any-return"
 # (the ops of torch.library are untyped)
@@ -24,15 +24,7 @@ from typing_extensions import Unpack
 
 from trimtab.ops import backends
 from trimtab.ops.blockwise import count_blocks, dequantize_reference, quantize_reference
-from trimtab.ops.checks import (
-    FLOATS,
-    check_block,
-    check_codebook,
-    check_disjoint,
-    check_same_device,
-    check_shape,
-    check_tensor,
-)
+from trimtab.ops.checks import FLOATS, check_block, check_codebook, check_disjoint, check_same_device, check_tensor
 from trimtab.ops.codebook import load_codebook
 from trimtab.ops.native import table
 from trimtab.ops.step.quadratic import decode_moments, encode_moments
@@ -237,8 +229,8 @@ def _check(
             )
     if len(grads) != count:
         raise ValueError(f"got {count} params but {len(grads)} grads; leave out parameters without a gradient")
-    check_tensor("scalars", scalars, dtypes=(torch.float32,))
-    check_shape("scalars", scalars, (count, len(SCALARS)), "a row of trimtab.ops.step.SCALARS per tensor")
+    why = "a row of trimtab.ops.step.SCALARS per tensor"
+    check_tensor("scalars", scalars, dtypes=(torch.float32,), shape=(count, len(SCALARS)), because=why)
     device = params[0].device if count else torch.device("cpu")
     custom = unsigned is not None
     signed = load_codebook(signed=True).to(device) if signed is None else signed
@@ -252,15 +244,13 @@ def _check(
     stored = (torch.float32 if absmax is None else torch.uint8,)
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         check_tensor(f"params[{i}]", p, dtypes=FLOATS)
-        check_tensor(f"grads[{i}]", g, dtypes=FLOATS)
-        check_shape(f"grads[{i}]", g, p.shape, "that of its parameter")
+        check_tensor(f"grads[{i}]", g, dtypes=FLOATS, shape=p.shape, because="that of its parameter")
         for k in range(wanted):
-            check_tensor(f"states[{k}][{i}]", states[k][i], dtypes=stored)
-            check_shape(f"states[{k}][{i}]", states[k][i], p.shape, "that of its parameter")
+            name = f"[{k}][{i}]"
+            check_tensor("states" + name, states[k][i], dtypes=stored, shape=p.shape, because="that of its parameter")
             if absmax is not None:
-                blocks = (count_blocks(p.numel(), block),)
-                check_tensor(f"absmax[{k}][{i}]", absmax[k][i], dtypes=(torch.float32,))
-                check_shape(f"absmax[{k}][{i}]", absmax[k][i], blocks, f"one per block of {block}")
+                blocks, why = (count_blocks(p.numel(), block),), f"one per block of {block}"
+                check_tensor("absmax" + name, absmax[k][i], dtypes=(torch.float32,), shape=blocks, because=why)
     flat_states = [s for tensors in states for s in tensors]
     flat_absmax = [a for tensors in absmax or () for a in tensors]
     named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax}
@@ -300,7 +290,7 @@ def step_unchecked(params: Tensors, *arguments: Any) -> None:
     torch.autograd.graph.increment_version(params)
 
 
-# --- Twins
+# --- Kernels
 
 
 def step_native(*arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""The fused optimizer step on the GPU: the Triton twin of fused.py, many tensors in one launch.
+"""The fused optimizer step on the GPU: the Triton kernels of fused.py, many tensors in one launch.
 
 A table on the device has one line per tensor (the addresses of its parameter, gradient, states and scales, its size,
 its first program), and `owner` holds the line of each program.

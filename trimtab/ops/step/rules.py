@@ -2,7 +2,7 @@
 
 A rule is one equation that several optimizers use with different coefficients. All coefficients of one tensor at one
 step are a row with the columns `SCALARS`. `rows` builds the rows of many tensors: in float64, rounded to float32 once.
-So the kernels contain only arithmetic, and every twin does the same.
+So the kernels contain only arithmetic, and all kernels do the same.
 
     steps = torch.tensor([1.0])                        # the number of this step, for each tensor
     row = rules.rows(steps, lr=0.1, beta1=0.9, gain1=0.1, mix_m=1.0)            # m <- 0.9 m + 0.1 g;  p <- p - 0.1 m
