@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trimtab.optim.optimizer import Optimizer
 
 Format = Literal["packed", "portable"]
-Entry = dict[str, Any]
+Entry = dict[str, Any]  # the state of a parameter, or a parameter group
 
 # Options that a load does not change, and PyTorch's switches, which have no effect here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
@@ -101,11 +101,10 @@ class PackedState(dict[Any, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
-    storage = optimizer.storage_of(p, dict(group))
+def _to_portable(optimizer: "Optimizer", p: Tensor, group: Entry, entry: Entry) -> Entry:
     portable: Entry = {"step": entry["step"].clone()}
-    names = optimizer.states_of(dict(group))
-    for name, moment in decode(entry, names, RULES[optimizer.rule_of(dict(group))].signed, storage).items():
+    names, signed = optimizer.states_of(group), RULES[optimizer.rule_of(group)].signed
+    for name, moment in decode(entry, names, signed, optimizer.storage_of(p, group)).items():
         portable[name] = wrap_like(moment, p)
     for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
@@ -193,9 +192,8 @@ def _unwrapped(name: str) -> str:
 def adopt(optimizer: "Optimizer", p: Tensor, group: dict[str, Any], entry: Entry) -> Storage:
     """Convert state that the user assigned to `optimizer.state` to this optimizer's storage."""
     storage = optimizer.storage_of(p, group)
-    read = _read(
-        optimizer, _Place(p, "a parameter", storage), group, group | {"packing": PACKING}, entry, convert=False
-    )
+    to, saved = _Place(p, "a parameter", storage), group | {"packing": PACKING}
+    read = _read(optimizer, to, group, saved, entry, convert=False)
     entry.clear()
     entry.update(read)
     return storage
@@ -209,15 +207,7 @@ class _Place(NamedTuple):
     storage: Storage
 
 
-def _read(
-    optimizer: "Optimizer",
-    to: _Place,
-    group: dict[str, Any],
-    saved: Mapping[str, Any],
-    entry: Mapping[str, Any],
-    *,
-    convert: bool,
-) -> Entry:
+def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry: Entry, *, convert: bool) -> Entry:
     """One parameter's saved state in this optimizer's storage."""
     if "state1" in entry or any(str(key).startswith("__bnb") for key in entry):
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
@@ -250,13 +240,7 @@ def _read(
 
 
 def _read_codes(
-    entry: Mapping[str, Any],
-    to: _Place,
-    moments: tuple[str, ...],
-    signed: tuple[bool, ...],
-    saved: Mapping[str, Any],
-    *,
-    convert: bool,
+    entry: Entry, to: _Place, moments: tuple[str, ...], signed: tuple[bool, ...], saved: Entry, *, convert: bool
 ) -> Entry:
     p, name, storage = to
     for moment in moments:
