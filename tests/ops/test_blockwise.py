@@ -298,12 +298,12 @@ def test_permuting_blocks_permutes_codes(values, order):
 
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.floats(-1, 1, width=32), min_size=24, max_size=24), where=st.integers(0, 23))
-def test_an_outlier_spoils_only_its_own_block(values, where):
+def test_an_outlier_affects_only_its_own_block(values, where):
     x = torch.tensor(values)
     codes, absmax = quantize_blockwise(x, SIGNED, block=8)
-    spoiled = x.clone()
-    spoiled[where] = 1e6
-    new_codes, new_absmax = quantize_blockwise(spoiled, SIGNED, block=8)
+    changed = x.clone()
+    changed[where] = 1e6
+    new_codes, new_absmax = quantize_blockwise(changed, SIGNED, block=8)
     others = torch.arange(24) // 8 != where // 8
     assert_same(new_codes[others], codes[others])
     assert_same(new_absmax[torch.arange(3) != where // 8], absmax[torch.arange(3) != where // 8])
@@ -374,7 +374,7 @@ def test_any_shape_works(shape):
     assert quantize_tensorwise(x, SIGNED)[0].shape == x.shape
 
 
-def test_the_ops_are_well_behaved_citizens_of_torch():
+def test_the_ops_pass_the_checks_of_torch_library():
     x, out = spread(300, seed(7)), (torch.zeros(300, dtype=torch.uint8), torch.zeros(2))
     codes, absmax = quantize_blockwise(x, SIGNED)
     ops = torch.ops.trimtab

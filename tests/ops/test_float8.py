@@ -54,7 +54,7 @@ def test_every_16_bit_value_rounds_as_in_pytorchs_cast_at_scale_1(name, dtype):
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     got, cast = round_float8_rowwise(beside_largest(x, name), name)[:, 0], x.to(DTYPES[name]).to(dtype)
     # Ties, subnormals, both zeros and NaN. The cast holds what is above the largest value at it or makes it a NaN or an
-    # Inf; here the scale follows a larger value, which comes back as it is. Inf spoils its row.
+    # Inf; here the scale follows a larger value, which comes back as it is. An Inf makes its row NaN.
     inside = ~(x.abs() > FORMATS[name][0])
     assert_same_and_signed(got[inside], cast[inside])
     assert_same(got[~inside], torch.where(x.isinf(), math.nan, x)[~inside])

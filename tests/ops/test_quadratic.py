@@ -114,12 +114,12 @@ def test_scaling_by_a_power_of_two_leaves_the_codes(numbers, power, block):
     assert_same(larger, absmax * 2.0**power)
 
 
-def test_an_outlier_spoils_only_its_own_block():
+def test_an_outlier_affects_only_its_own_block():
     x = torch.randn(1024, generator=seed(0))
-    spoiled = x.clone()
-    spoiled[300] = 1e4
+    changed = x.clone()
+    changed[300] = 1e4
     codes, absmax = quantize_quadratic(x, "plain", 256)
-    others, scales = quantize_quadratic(spoiled, "plain", 256)
+    others, scales = quantize_quadratic(changed, "plain", 256)
     far = torch.arange(1024) // 256 != 1
     assert_same(others[far], codes[far])
     assert (others[~far] != codes[~far]).any()

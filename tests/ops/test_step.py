@@ -74,7 +74,7 @@ class Tensors:
 
     def ratio_arguments(self, grads: list[Tensor], scalars: Tensor) -> tuple:
         absmax = self.absmax[-1] if self.quantized else []
-        return (grads, self.states[-1], absmax, scalars, UNSIGNED, self.code, self.block)
+        return (grads, grads, self.states[-1], absmax, scalars, SIGNED, UNSIGNED, "rms", self.code, self.block)
 
     def ratios(self, grads: list[Tensor], scalars: Tensor) -> Tensor:
         absmax = self.absmax[-1] if self.quantized else None
@@ -182,7 +182,7 @@ def test_gradient_norms_match_the_reference(level):
 # --- The rules against PyTorch's own optimizers, 32-bit state
 
 
-def _torch_twin(rule: str) -> tuple[Callable[[Tensor], Tensor], Callable[[list[Tensor]], torch.optim.Optimizer]]:
+def _torch_equivalent(rule: str) -> tuple[Callable[[Tensor], Tensor], Callable[[list[Tensor]], torch.optim.Optimizer]]:
     return {
         "adamw": (
             lambda t: row("AdamW", t, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
@@ -227,17 +227,17 @@ def _torch_twin(rule: str) -> tuple[Callable[[Tensor], Tensor], Callable[[list[T
 )
 def test_the_rules_are_those_of_torch(name):
     rule = {"nesterov": "momentum", "adagrad": "rms"}.get(name, name)
-    rows, make = _torch_twin(name)
+    rows, make = _torch_equivalent(name)
     x = Tensors(rule, [1000], quantized=False)
-    twin = torch.nn.Parameter(x.params[0].clone())
-    optimizer = make([twin])
+    theirs = torch.nn.Parameter(x.params[0].clone())
+    optimizer = make([theirs])
     for number in range(1, 11):
         grad = spread(1000, seed(number), decades=3)
-        twin.grad = grad.clone()
+        theirs.grad = grad.clone()
         optimizer.step()
         x.step([grad], rows(steps(number)))
         # Ours rounds in another order: a few units in the last place of a parameter of size 1.
-        torch.testing.assert_close(x.params[0], twin.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(x.params[0], theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["rms_centered", "rms_centered_momentum"])
@@ -483,7 +483,7 @@ def test_a_non_finite_gradient_is_never_hidden(bad):
 
 @pytest.mark.parametrize("quantized", [True, False])
 @pytest.mark.parametrize("column", [GRAD_SCALE, EPS])
-def test_a_tensor_whose_row_is_not_finite_is_left_alone(quantized, column):
+def test_a_tensor_whose_row_is_not_finite_does_not_change(quantized, column):
     for step in (step_native, step_reference):
         x = Tensors("adamw", [300, 300], quantized=quantized)
         before = [y.clone() for y in x.all()]
@@ -509,7 +509,7 @@ def test_the_gradient_norm_finds_the_tensor_to_skip():
 # --- Interface
 
 
-def test_the_ops_are_well_behaved_citizens_of_torch():
+def test_the_ops_pass_the_checks_of_torch_library():
     x = Tensors("adamw", [300], quantized=True)
     arguments = x.arguments([torch.ones(300)], ROWS["adamw"](steps(1)))
     torch.library.opcheck(torch.ops.trimtab.fused_step.default, arguments)

@@ -1,6 +1,6 @@
-"""The Triton twins against the references: in Triton's interpreter on the CPU, and compiled for GPUs that are not here.
+"""The Triton kernels against the references: in Triton's interpreter on the CPU, and compiled for two kinds of GPU.
 
-The interpreter must be asked for before Triton is imported, and then nothing can be compiled in the same process. So
+The interpreter must be chosen before Triton is imported, and then nothing can be compiled in the same process. So
 this file is also a script: `python tests/ops/test_triton.py` compiles every kernel, and a test runs it that way.
 """
 
@@ -52,8 +52,8 @@ RULES = {
 
 
 @pytest.fixture(autouse=True)
-def _quiet_numpy() -> Iterator[None]:
-    """Overflow and NaN are the point of some tests; numpy, which interprets the kernels, would warn."""
+def _no_numpy_warnings() -> Iterator[None]:
+    """Some tests overflow or produce NaN on purpose; numpy, which interprets the kernels, would warn."""
     with np.errstate(all="ignore"):
         yield
 
@@ -70,7 +70,7 @@ def assert_identical(actual: Any, expected: Any) -> None:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Normal values whose scale wanders over ten decades, so that every decade of a codebook is used."""
+    """Normal values whose scales spread over ten decades, so that every decade of a codebook is used."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * 10 ** (-10 * torch.rand(shape, generator=generator) ** 3)
 
@@ -114,7 +114,7 @@ def test_a_value_on_a_boundary_goes_to_the_lower_code(make: Any, bits: int) -> N
 
 @pytest.mark.parametrize("block", [64, 300])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_bad_value_spoils_only_its_own_block(bad: float, block: int, small_tile: int) -> None:
+def test_a_non_finite_value_affects_only_its_own_block(bad: float, block: int, small_tile: int) -> None:
     x = random(1031)
     x[310] = bad
     x[600:] = 0  # and blocks of zeros stay zeros
@@ -220,7 +220,7 @@ def test_dtypes_and_alignments_may_be_mixed_in_one_call(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_leaves_its_tensor_alone(bad: float, bits: int) -> None:
+def test_a_row_that_is_not_finite_skips_its_tensor(bad: float, bits: int) -> None:
     args = arguments("adamw", bits=bits)
     args[4][3, MIX_G] = bad  # a number that this rule does not even use
     before, after = stepped(lambda *_: None, args), stepped(fused_triton.step, args)
@@ -268,12 +268,9 @@ def test_norms_match_the_reference(rule: str, bits: int, small_tile: int) -> Non
 
 @pytest.mark.parametrize("bits", [8, 32])
 def test_gradient_ratios_match_the_reference(bits: int, small_tile: int) -> None:
-    _, grads, v, absmax, scalars, _, unsigned, _, code, block = arguments(
-        "rms", bits=bits, block=300, sizes=[63, 0, 400]
-    )
-    scalars[2, step.EPS] = 0
-    scalars[0, step.COUPLED] = 0.5  # of no account here
-    args = (grads, v, absmax, scalars, unsigned, code, block)
+    args = arguments("rms", bits=bits, block=300, sizes=[63, 0, 400])
+    args[4][2, step.EPS] = 0
+    args[4][0, step.COUPLED] = 0.5  # has no effect here
     torch.testing.assert_close(fused_triton.ratios(*args), step.ratios_reference(*args), rtol=1e-6, atol=0)
 
 
@@ -387,18 +384,19 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
             {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": True, "TILE": 128, **sizes},
         )
         yield gelu_triton._gelu_kernel, {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": False, "TILE": 128}
-    for walks in ((True, True), (True, False), (False, True)):
-        chosen = {"MEASURE": walks[0], "ROUND": walks[1], "LANES": 16, "TILE": 64}
+    for passes in ((True, True), (True, False), (False, True)):
+        chosen = {"MEASURE": passes[0], "ROUND": passes[1], "LANES": 16, "TILE": 64}
         yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
-    yield fused_triton._gradient_norms_kernel, {"G_TYPE": tl.bfloat16, "ALIGNED": True, "MANY": False, **tile}
+    gradients = fused_triton.Form(tl.float32, tl.bfloat16, "", 0, 0, aligned=True, many=False, rows=1, tile=128)
+    yield fused_triton._sums_kernel, {"WHAT": "gradients", "FORM": gradients}
     for rule in RULES:
-        keeps = sum(1 << fused_triton._place(k, rule) for k in range(len(step.RULES[rule].signed)))
         for quantized in (0, 1, 2):
-            chosen = {"P_TYPE": tl.bfloat16, "G_TYPE": tl.float32, "RULE": rule, "KEEPS": keeps, "QUANTIZED": quantized}
+            stored = (rule, fused_triton.keeps_of(rule), quantized)
             # Blocks longer than a tile take longest to compile, and take the same path in every rule.
-            chosen |= {"ALIGNED": quantized > 0, "MANY": rule == "adamw", **tile}
-            yield fused_triton._step_kernel, chosen
-            yield fused_triton._norms_kernel, {**chosen, "RATIOS": rule == "rms"}
+            sizes = {"aligned": quantized > 0, "many": rule == "adamw", "rows": 1, "tile": 128}
+            form = fused_triton.Form(tl.bfloat16, tl.float32, *stored, **sizes)
+            yield fused_triton._step_kernel, {"FORM": form}
+            yield fused_triton._sums_kernel, {"WHAT": "ratios" if rule == "rms" else "norms", "FORM": form}
 
 
 def compile_all(arch: int) -> int:

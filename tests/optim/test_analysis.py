@@ -10,7 +10,7 @@ from tests.conftest import assert_same, seed, spread
 from tests.ops.rows import row
 from trimtab import optim
 from trimtab.ops import load_codebook
-from trimtab.ops.step import RULES, step_reference
+from trimtab.ops.step import RULES
 from trimtab.ops.step import fused as step_module
 
 SIZE = 20_011
@@ -167,7 +167,7 @@ def test_with_an_identity_quantizer_the_8_bit_path_is_the_32_bit_path(rule, code
         absmax = [torch.zeros(4) for _ in states] if eight else []
         for number in range(1, 6):
             grads, scalars = [torch.randn(1003, generator=generator)], ROWS[rule](torch.tensor([float(number)]))
-            step_reference([p], grads, states, absmax, scalars, *books.values(), rule, code, 256)
+            step_module.step_reference([p], grads, states, absmax, scalars, *books.values(), rule, code, 256)
         results.append([p, *states])
     assert calls == (["decode"] * len(states) + ["encode"] * len(states)) * 5
     for a, b in zip(*results, strict=True):

@@ -41,14 +41,14 @@ def assert_moments(got: dict[int, dict[str, Tensor]], expected: dict[int, dict[s
 # --- Our own two formats
 
 
-def portable_twin(first: optim.Optimizer, name: str, **options: Any) -> optim.Optimizer:
+def portable_copy(first: optim.Optimizer, name: str, **options: Any) -> optim.Optimizer:
     """One with the same parameters, that loaded its portable state."""
-    twin = make(name, small_model().named_parameters(), 8, **options)
-    for p, q in zip(params_of(twin), params_of(first), strict=True):
+    copied = make(name, small_model().named_parameters(), 8, **options)
+    for p, q in zip(params_of(copied), params_of(first), strict=True):
         p.data.copy_(q)
-    twin.load_state_dict(copy.deepcopy(first.state_dict(format="portable")))
-    assert_stored_as_told(twin, 8)
-    return twin
+    copied.load_state_dict(copy.deepcopy(first.state_dict(format="portable")))
+    assert_stored_as_told(copied, 8)
+    return copied
 
 
 @pytest.mark.parametrize("codebook", ["dynamic-symmetric", "linear"])
@@ -59,16 +59,16 @@ def test_a_portable_round_trip_gives_the_same_codes(name, codebook):
     for entry, p in zip(first.state_dict(format="portable")["state"].values(), params_of(first), strict=True):
         moments = {key: x for key, x in entry.items() if key != "step"}
         assert all(x.dtype == torch.float32 and x.shape == p.shape for x in moments.values())
-    assert_same_snapshots(snapshot(portable_twin(first, name, codebook=codebook)), snapshot(first))
+    assert_same_snapshots(snapshot(portable_copy(first, name, codebook=codebook)), snapshot(first))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_portable_round_trip_in_the_default_code_is_off_by_a_rounding_at_most(name):
     """A scale may come back off by its last bit; a value on the border of two codes may then change its code."""
     first = trained(name)
-    second = portable_twin(first, name)
+    second = portable_copy(first, name)
     for _ in range(2):  # and it does not creep
-        second = portable_twin(second, name)
+        second = portable_copy(second, name)
     pairs = zip(first.state_dict(format="portable")["state"].values(),
                 second.state_dict(format="portable")["state"].values(), strict=True)  # fmt: skip
     for mine, theirs in pairs:
@@ -95,7 +95,7 @@ def test_codes_load_into_32_bits_without_loss_and_back(name, bits):
 
 @pytest.mark.parametrize("other", [{"block": 64}, {"codebook": "linear"}])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_other_blocks_or_codebooks_are_refused_and_converted_when_asked(name, other):
+def test_other_blocks_or_codebooks_are_refused_and_converted_on_request(name, other):
     first = trained(name)
     second = trained(name, steps=2, **other)
     before = snapshot(second)
@@ -279,7 +279,7 @@ def _cast(saved: dict[str, Any]) -> None:
 BROKEN = {
     "a parameter less": (lambda s: s["param_groups"][0]["params"].pop(), "has 5 parameters, that of this optimizer 6"),
     "a group more": (lambda s: s["param_groups"].append({"params": []}), "2 parameter groups, this optimizer has 1"),
-    "state of nobody": (lambda s: s["state"].update({17: s["state"][0]}), r"in no group: \[17\]"),
+    "state of no parameter": (lambda s: s["state"].update({17: s["state"][0]}), r"in no group: \[17\]"),
     "another name": (lambda s: s["param_groups"][0]["param_names"].reverse(), "expects '0.weight' where"),
     "a moment less": (_lose_a_moment, "the state of 0.weight has no exp_avg"),
     "another shape": (_cut, "of 1.bias has shape"),

@@ -146,7 +146,7 @@ def test_maximize_is_a_step_with_negated_gradients(name, bits):
 
 
 @every_optimizer
-def test_a_group_added_in_mid_training_starts_at_step_one_and_disturbs_nobody(name, bits):
+def test_a_group_added_in_mid_training_starts_at_step_one_and_changes_no_other(name, bits):
     alone, joined = (make(name, small_model().parameters(), bits) for _ in range(2))
     train(alone, range(5))
     train(joined, range(2))
@@ -188,7 +188,7 @@ def test_parameters_without_a_gradient_get_no_state(name, bits):
     for p, old in zip(rest, before, strict=True):
         assert_same(p.detach(), old)
     optimizer.zero_grad()
-    optimizer.step()  # nobody has one
+    optimizer.step()  # no parameter has one
     assert optimizer.state[first]["step"].item() == 1
 
 

@@ -1,4 +1,4 @@
-"""The optimizers are the equations they say: PyTorch's own where it has them, the papers' in float64 elsewhere."""
+"""The optimizers compute their equations: PyTorch's own where it has them, the papers' in float64 elsewhere."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -131,7 +131,7 @@ def test_8_bit_rmsprop_with_momentum_stays_near_32_bits():
     """Over 300 steps on gradients whose sizes spread over two decades in a block, as far as without momentum."""
     scale = 10 ** (0.4 * torch.randn(4096, generator=seed(2)) - 3)
 
-    def walk(bits: int, momentum: float) -> Tensor:
+    def trained(bits: int, momentum: float) -> Tensor:
         p, generator = nn.Parameter(torch.zeros(4096)), seed(3)
         optimizer = optim.RMSprop([p], lr=1e-3, momentum=momentum, bits=bits)
         for _ in range(300):
@@ -142,8 +142,8 @@ def test_8_bit_rmsprop_with_momentum_stays_near_32_bits():
         return p.detach()
 
     for momentum in (0.0, 0.9):
-        exact = walk(32, momentum)
-        assert (walk(8, momentum) - exact).norm() < 0.05 * exact.norm()
+        exact = trained(32, momentum)
+        assert (trained(8, momentum) - exact).norm() < 0.05 * exact.norm()
 
 
 def test_tensors_longer_than_a_stretch_of_the_slow_path_are_stepped_to_their_end():

@@ -20,7 +20,7 @@ class Model(nn.Module):
 
 
 def bits_of(optimizer: optim.Optimizer) -> dict[str, int]:
-    """As the report says, and checked in the state itself."""
+    """As `describe` reports it, and checked in the state itself."""
     train(optimizer, [0])
     table = {entry.name: entry.bits for entry in optimizer.describe().entries}
     for p, bits in zip(params_of(optimizer), table.values(), strict=True):

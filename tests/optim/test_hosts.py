@@ -127,12 +127,12 @@ def halve(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_copy_continues_bit_for_bit(name, bits, how):
     optimizer = make(name, small_model().named_parameters(), bits, percentile_clipping=50, keep32="2.weight")
     train(optimizer, range(3))
-    twin = pickle.loads(pickle.dumps(optimizer)) if how == "pickle" else copy.deepcopy(optimizer)
-    assert params_of(twin)[0] is not params_of(optimizer)[0]
+    copied = pickle.loads(pickle.dumps(optimizer)) if how == "pickle" else copy.deepcopy(optimizer)
+    assert params_of(copied)[0] is not params_of(optimizer)[0]
     train(optimizer, range(3, 6))
-    train(twin, range(3, 6))
-    assert_same_snapshots(snapshot(twin), snapshot(optimizer))
-    assert str(twin.describe()) == str(optimizer.describe())
+    train(copied, range(3, 6))
+    assert_same_snapshots(snapshot(copied), snapshot(optimizer))
+    assert str(copied.describe()) == str(optimizer.describe())
 
 
 def test_an_old_pickle_gets_defaults_for_new_options():

@@ -155,7 +155,7 @@ def test_stored_state_is_never_larger_than_its_rounding_allows_for_thousands_of_
     ("name", "betas"),
     [("AdamW", (0.9, 0.8)), ("AdamW", (0.98, 0.95)), ("AdamW", (0.9, 0.5)), ("AdEMAMix", (0.9, 0.999, 0.9999))],
 )
-def test_an_element_without_gradient_spoils_neither_itself_nor_its_block(name, betas, block):
+def test_an_element_without_gradient_affects_neither_itself_nor_its_block(name, betas, block):
     """β1 > √β2: m / √v of such an element grows from step to step."""
     params = [nn.Parameter(torch.zeros(SIZE)) for _ in range(2)]
     eight, full = (

@@ -66,7 +66,7 @@ MIGRATIONS: dict[str, tuple[type[optim.Optimizer], dict[str, Any], dict[str, Any
     "AdamW8bit": (optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}, {}),
     "AdamW": (optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}, {}),
     "Lion8bit": (optim.Lion, {"lr": 1e-3, "betas": (0.8, 0.95), "weight_decay": 0.1}, {}),
-    # Their groups keep momentum, alpha and eps of these under other names; say them again.
+    # Their groups keep momentum, alpha and eps of these under other names, so they are given again.
     "SGD8bit": (optim.SGD, {"lr": 1e-2, "momentum": 0.8, "weight_decay": 0.1}, {"momentum": 0.8}),
     "RMSprop8bit": (optim.RMSprop, {"lr": 1e-3, "alpha": 0.9}, {"alpha": 0.9}),
     "Adagrad8bit": (optim.Adagrad, {"lr": 1e-2}, {}),

@@ -97,7 +97,7 @@ def test_rms_starts_at_one_and_never_passes_its_bound(bits, beta2):
     highest = 0.0
     for t in range(12):
         for p in params[:2]:
-            # Quiet, then a hundred thousand times louder: what makes v stale.
+            # Small gradients, then 100,000 times larger ones, so that v is out of date.
             p.grad = torch.full_like(p, 1e5 if t == 11 else 1.0) * torch.randn(p.shape, generator=seed(t)).sign()
         optimizer.step()
         rms = optimizer.rms

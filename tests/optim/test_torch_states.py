@@ -19,7 +19,7 @@ from tests.optim.cases import (
 from tests.optim.test_checkpoint import trained
 from trimtab import optim
 
-TWINS = {
+EQUIVALENTS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "StableAdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -28,7 +28,7 @@ TWINS = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
 }
-CASES = [(name, bits) for name in TWINS for bits in (8, 32) if bits == 32 or name in QUANTIZED]
+CASES = [(name, bits) for name in EQUIVALENTS for bits in (8, 32) if bits == 32 or name in QUANTIZED]
 # Three steps of float32 rounding in another order, of weights below 1 and updates near 1e-2.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -37,7 +37,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 def test_torch_continues_from_our_portable_state(name, bits):
     unclipped = {"clip_threshold": float("inf")} if name == "StableAdamW" else {}
     mine = trained(name, bits, **unclipped)
-    kind, options = TWINS[name]
+    kind, options = EQUIVALENTS[name]
     theirs = kind([(key, nn.Parameter(p.detach().clone())) for key, p in zip(mine.names, params_of(mine), strict=True)])
     theirs.load_state_dict(mine.state_dict(format="portable"))
     assert theirs.param_groups[0]["lr"] == options["lr"]
@@ -53,7 +53,7 @@ def test_torch_continues_from_our_portable_state(name, bits):
 
 @pytest.mark.parametrize(("name", "bits"), CASES)
 def test_we_continue_from_the_state_of_torch(name, bits):
-    kind, options = TWINS[name]
+    kind, options = EQUIVALENTS[name]
     theirs = kind(small_model().named_parameters(), **options)
     train(theirs, range(3))
     unclipped = {"clip_threshold": float("inf")} if name == "StableAdamW" else {}
@@ -76,7 +76,7 @@ RMSPROPS += [({"momentum": 0.9, "centered": True}, 32)]
 
 @pytest.mark.parametrize(("options", "bits"), RMSPROPS, ids=str)
 def test_rmsprop_with_momentum_and_centering_goes_to_torch_and_back(options, bits):
-    """The state dict has the hyper-parameters, and they say which moments there are."""
+    """The state dict has the hyper-parameters, and they determine which moments there are."""
     theirs = torch.optim.RMSprop(small_model().named_parameters(), lr=1e-3, **options)
     train(theirs, range(3))
     mine = optim.RMSprop([(key, nn.Parameter(p.detach().clone())) for key, p in named(theirs)], bits=bits)

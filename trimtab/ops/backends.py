@@ -61,20 +61,10 @@ DTYPE_CODES = {getattr(torch, name): code for code, name in enumerate(table.DTYP
 HUGE = 4 << 20
 
 # The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
-OPS: dict[str, tuple[Backend, ...]] = {
-    "quantize_blockwise": ("reference", "native", "triton"),
-    "dequantize_blockwise": ("reference", "native", "triton"),
-    "fused_step": ("reference", "native", "triton"),
-    "step_norms": ("reference", "native", "triton"),
-    "gradient_norms": ("reference", "native", "triton"),
-    "gradient_ratios": ("reference", "native", "triton"),
-    "quantize_int8": ("reference", "native", "triton"),
-    "int8_matmul": ("reference", "native", "triton"),
-    "round_float8": ("reference",),
-    "fingerprint": ("reference", "native"),
-    "gelu": ("reference", "native", "triton"),
-    "gelu_backward": ("reference", "native", "triton"),
-}
+_STEP = ("fused_step", "step_norms", "gradient_norms", "gradient_ratios")
+_OTHERS = ("quantize_blockwise", "dequantize_blockwise", "quantize_int8", "int8_matmul", "gelu", "gelu_backward")
+_ALL: tuple[Backend, ...] = ("reference", "native", "triton")
+OPS = dict.fromkeys((*_STEP, *_OTHERS), _ALL) | {"round_float8": _ALL[:1], "fingerprint": _ALL[:2]}
 
 
 @dataclass(frozen=True)
@@ -110,11 +100,15 @@ def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
 
     oneDNN's product needs VNNI: without it `torch._int_mm` runs a plain loop, a hundred times slower.
     """
-    if _has_vnni():
-        if not _int_mm_is_exact():
-            return _fallback("torch._int_mm gives wrong sums on this CPU")
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.cpu._is_vnni_supported():
+        why = "no VNNI, so torch._int_mm would be slow"
+    elif _int_mm_is_exact():
         return "onednn", "torch._int_mm (oneDNN with VNNI)"
-    return _fallback("no VNNI, so torch._int_mm would be slow")
+    else:
+        why = "torch._int_mm gives wrong sums on this CPU"
+    if native is not None and native.has_matmul():
+        return "native", f"{why}; {native.level()} int16 pairs"
+    return "reference", f"{why}; {native_missing or 'exact float32 products'}"
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -123,22 +117,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if native is not None and out.nbytes >= HUGE:
         native.prefer_huge_pages(out.data_ptr(), out.nbytes)
     return out
-
-
-def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [x.data_ptr() for x in tensors]
-
-
-def _fallback(why: str) -> tuple[Literal["native", "reference"], str]:
-    if native is not None and native.has_matmul():
-        return "native", f"{why}; {native.level()} int16 pairs"
-    return "reference", f"{why}; {native_missing or 'exact float32 products'}"
-
-
-def _has_vnni() -> bool:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    return torch.cpu._is_vnni_supported()
 
 
 def _int_mm_is_exact() -> bool:

@@ -16,19 +16,12 @@ void dequantize(const Dequantize& q) {
       stop = smaller(end, (start / q.block + 1) * q.block);
       const float absmax = q.absmax[start / q.block];
       const auto decode_to = [&](auto put) { decode(*q.codebook, q.codes + start, stop - start, absmax, put); };
-      uint16_t* half = (uint16_t*)q.out + start;
       float* full = (float*)q.out + start;
+      uint16_t* half = (uint16_t*)q.out + start;
+      const auto put_half = [half](int64_t k, vh y, int lanes) { memcpy(half + k, &y, 2 * lanes); };
       if (q.dtype == Dtype::float32) decode_to([full](int64_t k, vf y, int lanes) { memcpy(full + k, &y, 4 * lanes); });
-      else if (q.dtype == Dtype::bfloat16)
-        decode_to([half](int64_t k, vf y, int lanes) {
-          const vh h = to_bfloat16(y);
-          memcpy(half + k, &h, 2 * lanes);
-        });
-      else
-        decode_to([half](int64_t k, vf y, int lanes) {
-          const vh h = to_float16(y);
-          memcpy(half + k, &h, 2 * lanes);
-        });
+      else if (q.dtype == Dtype::bfloat16) decode_to([=](int64_t k, vf y, int lanes) { put_half(k, to_bfloat16(y), lanes); });
+      else decode_to([=](int64_t k, vf y, int lanes) { put_half(k, to_float16(y), lanes); });
     }
   });
 }

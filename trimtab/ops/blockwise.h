@@ -36,11 +36,7 @@ static inline float absmax_of(const float* x, int64_t count) {
     m2 = larger(m2, magnitude_bits(load(x + k + 2 * W)));
     m3 = larger(m3, magnitude_bits(load(x + k + 3 * W)));
   }
-  for (; k < count; k += W) {
-    vf last{};
-    memcpy(&last, x + k, 4 * (count - k < W ? count - k : W));
-    m0 = larger(m0, magnitude_bits(last));
-  }
+  for (; k < count; k += W) m0 = larger(m0, magnitude_bits(load_part(x + k, count - k)));
   return absmax_of(larger(larger(m0, m1), larger(m2, m3)));
 }
 
@@ -207,15 +203,10 @@ INLINE vi guess(const Lines<SIGNED>& lines, const float* x, vf inverse, vi index
     u[q] = load(x + q * W) * inverse;
     if (SIGNED) u[q] = magnitude(u[q]);
   }
-  for (int q = 0; q < 4; q++) {
-#if defined(__AVX512BW__)
-    decade[q] = (vi)_mm512_mulhi_epu16((__m512i)u[q], _mm512_set1_epi32(L::MULTIPLIER << 16)) >> 16;
-#elif defined(__AVX2__)
-    decade[q] = (vi)_mm256_srli_epi32(_mm256_mulhi_epu16((__m256i)u[q], _mm256_set1_epi32(L::MULTIPLIER << 16)), 16);
-#else
-    decade[q] = (bits(u[q]) >> 16) * L::MULTIPLIER >> 16;
-#endif
-  }
+  for (int q = 0; q < 4; q++)
+    decade[q] = CHOOSE((vi)_mm512_mulhi_epu16((__m512i)u[q], _mm512_set1_epi32(L::MULTIPLIER << 16)) >> 16,
+                       (vi)_mm256_srli_epi32(_mm256_mulhi_epu16((__m256i)u[q], _mm256_set1_epi32(L::MULTIPLIER << 16)), 16),
+                       (bits(u[q]) >> 16) * L::MULTIPLIER >> 16);
   // Above the border u is in this decade, else in the one before. Near the border, u is near a whole number of that line
   // and is verified.
   for (int q = 0; q < 4; q++) decade[q] = one_more_if_larger(decade[q], bits(u[q]), bits(lookup(lines.border, decade[q])));

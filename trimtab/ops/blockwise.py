@@ -9,7 +9,7 @@ of its own block only.
 Ties go to the lower index. A block of zeros has absmax 0 and stays zero. A block that holds a NaN or an Inf gets
 absmax NaN, so that the whole block dequantizes to NaN, and no other.
 
-Dettmers et al. 2022, section 2. Twins: blockwise.cpp (CPU), blockwise_triton.py (GPU).
+Dettmers et al. 2022, section 2. Kernels: blockwise.cpp (CPU), blockwise_triton.py (GPU).
 """
 # mypy: disable-error-code="no-any-return"
 # (the ops of torch.library are untyped)
@@ -19,15 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.ops import backends
-from trimtab.ops.checks import (
-    FLOATS,
-    check_block,
-    check_codebook,
-    check_disjoint,
-    check_same_device,
-    check_shape,
-    check_tensor,
-)
+from trimtab.ops.checks import FLOATS, check_block, check_codebook, check_disjoint, check_same_device, check_tensor
 from trimtab.ops.codebook import midpoints
 
 
@@ -48,7 +40,7 @@ def quantize_blockwise(
         return _quantize(x, codebook, _useful(block, x))
     codes, absmax = out
     _check_stored(codes, absmax, block)
-    check_shape("out[0]", codes, x.shape, "that of x")
+    check_tensor("out[0]", codes, dtypes=(torch.uint8,), shape=x.shape, because="that of x")
     check_same_device(x=x, codes=codes, absmax=absmax)
     check_disjoint(x=x, codes=codes, absmax=absmax)
     _quantize_out(x, codebook, _useful(block, x), codes, absmax)
@@ -73,8 +65,7 @@ def dequantize_blockwise(
         if dtype not in FLOATS:
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
         return _dequantize(codes, absmax, codebook, _useful(block, codes), dtype)
-    check_tensor("out", out, dtypes=FLOATS)
-    check_shape("out", out, codes.shape, "that of codes")
+    check_tensor("out", out, dtypes=FLOATS, shape=codes.shape, because="that of codes")
     check_same_device(codes=codes, out=out)
     check_disjoint(codes=codes, absmax=absmax, out=out)
     _dequantize_out(codes, absmax, codebook, _useful(block, codes), out)
@@ -122,9 +113,8 @@ def _useful(block: int, x: Tensor) -> int:
 
 def _check_stored(codes: Tensor, absmax: Tensor, block: int) -> None:
     check_tensor("codes", codes, dtypes=(torch.uint8,))
-    check_tensor("absmax", absmax, dtypes=(torch.float32,))
-    blocks = count_blocks(codes.numel(), block)
-    check_shape("absmax", absmax, (blocks,), f"one per block of {block}")
+    blocks = (count_blocks(codes.numel(), block),)
+    check_tensor("absmax", absmax, dtypes=(torch.float32,), shape=blocks, because=f"one per block of {block}")
 
 
 def _quantize_out_reference(x: Tensor, codebook: Tensor, block: int, codes: Tensor, absmax: Tensor) -> None:
@@ -157,7 +147,7 @@ def _(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, dtype: torch.
     return torch.empty_like(codes, dtype=dtype)
 
 
-# --- Twins
+# --- Kernels
 
 
 def quantize_native(x: Tensor, codebook: Tensor, block: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Block-wise 8-bit quantization on the GPU: the Triton twin of blockwise.py, equal to its reference to the last bit.
+"""Block-wise 8-bit quantization on the GPU: the Triton kernels of blockwise.py, equal to its reference to the last bit.
 
 A program processes a tile of ROWS blocks by TILE values. A block longer than TILE is read twice, tile by tile: once for
 its absmax, once to encode.
@@ -165,16 +165,7 @@ def _quantize_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr,
-    absmax_ptr,
-    codebook_ptr,
-    out_ptr,
-    count,
-    entries,
-    block,
-    tiles,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    codes_ptr, absmax_ptr, codebook_ptr, out_ptr, count, entries, block, tiles, ROWS: tl.constexpr, TILE: tl.constexpr
 ):
     program = tl.program_id(0).to(tl.int64)
     blocks = program // tiles * ROWS + tl.arange(0, ROWS)

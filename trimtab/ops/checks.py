@@ -13,8 +13,10 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_tensor(name: str, x: Tensor, *, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Dense, strided, contiguous, of one of these dtypes."""
+def check_tensor(
+    name: str, x: Tensor, *, dtypes: tuple[torch.dtype, ...], shape: Iterable[int] | None = None, because: str = ""
+) -> None:
+    """Dense, strided, contiguous, of one of these dtypes, and of this shape. `because` is the reason for the shape."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not torch.compiler.is_compiling() and x.layout != torch.strided:  # not available in a compiled backward
@@ -27,10 +29,7 @@ def check_tensor(name: str, x: Tensor, *, dtypes: tuple[torch.dtype, ...]) -> No
             f"{name} must be contiguous, got shape {tuple(x.shape)} with strides {x.stride()}; "
             f"pass {name}.contiguous() to make a copy"
         )
-
-
-def check_shape(name: str, x: Tensor, shape: Iterable[int], because: str) -> None:
-    if tuple(x.shape) != tuple(shape):
+    if shape is not None and tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)} ({because}), got {tuple(x.shape)}")
 
 

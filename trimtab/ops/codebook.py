@@ -131,8 +131,6 @@ def _finite(x: Tensor, bits: int, offset: float) -> Tensor:
 _TABLES = {
     ("dynamic-symmetric", True): dynamic_symmetric(),
     ("dynamic-symmetric", False): dynamic(signed=False),
-    ("dynamic", True): dynamic(signed=True),
-    ("dynamic", False): dynamic(signed=False),
-    ("linear", True): linear(signed=True),
-    ("linear", False): linear(signed=False),
+    **{("dynamic", signed): dynamic(signed=signed) for signed in (True, False)},
+    **{("linear", signed): linear(signed=signed) for signed in (True, False)},
 }

@@ -16,8 +16,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from trimtab.ops import backends, blockwise, fingerprint, float8, gelu, int8, step
+from trimtab.ops import backends, blockwise, fingerprint, float8, gelu, int8
 from trimtab.ops.codebook import load_codebook
+from trimtab.ops.step import fused
 from trimtab.ops.step.rules import adam_averages, rows
 
 # The instruction sets that the kernels use.
@@ -57,11 +58,13 @@ def examine() -> Report:
 
 
 def _machine() -> dict[str, str]:
-    flags = _cpu_flags()
+    native, flags = str(backends.native_missing), _cpu_flags()
+    if backends.native is not None:
+        native = f"{', '.join(backends.native.levels())}; built from sources {backends.native.SOURCES[:12]}"
     return {
         "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()} in PyTorch",
         "features": ", ".join(name for name in FEATURES if name in flags) or "none that the kernels use",
-        "native kernels": _native(),
+        "native kernels": native,
         "threads": str(torch.get_num_threads()),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
@@ -74,12 +77,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _native() -> str:
-    if backends.native is None:
-        return str(backends.native_missing)
-    return f"{', '.join(backends.native.levels())}; built from sources {backends.native.SOURCES[:12]}"
 
 
 def _cpu_flags() -> set[str]:
@@ -120,35 +117,34 @@ def _row(device: str) -> Tensor:
 
 def _step(device: str, *, norms: bool) -> bool:
     """One AdamW step with 8-bit state from zero, in each code, by the op and by the reference."""
-    return all(_step_in(code, device, norms=norms) for code in get_args(step.Code))
+    return all(_step_in(code, device, norms=norms) for code in get_args(fused.Code))
 
 
-def _step_in(code: step.Code, device: str, *, norms: bool) -> bool:
-    p, g = _values(device), _values(device).flip(0)
-    signed, unsigned = load_codebook().to(device), load_codebook(signed=False).to(device)
-    codes = [torch.zeros_like(p, dtype=torch.uint8) for _ in range(2)]
-    absmax = [torch.zeros(4, device=device, dtype=torch.float32) for _ in codes]
-    row = _row(device)
-    mine, theirs = ([x.clone() for x in (p, *codes, *absmax)] for _ in range(2))
-    expected = step.norms_reference([p], [g], codes, absmax, row, signed, unsigned, "adamw", code, 256)
+def _step_in(code: fused.Code, device: str, *, norms: bool) -> bool:
+    books = load_codebook().to(device), load_codebook(signed=False).to(device)
+    g, row = _values(device).flip(0), _row(device)
+    fresh = [_values(device), *torch.zeros(2, 1000, device=device, dtype=torch.uint8)]
+    fresh += torch.zeros(2, 4, device=device, dtype=torch.float32)
+    mine, theirs = ([x.clone() for x in fresh] for _ in range(2))
+    expected = (theirs[:1], [g], theirs[1:3], theirs[3:], row, *books, "adamw", code, 256)
+    stored: fused.Stored = {"absmax": [[a] for a in mine[3:]], "code": code}
+    given = ("adamw", mine[:1], [g], [[c] for c in mine[1:3]], row)
     if norms:
-        sums = step.step_norms("adamw", [p], [g], [[c] for c in codes], row, absmax=[[a] for a in absmax], code=code)
-        return torch.allclose(sums, expected, rtol=1e-5)
-    states, scales = [[c] for c in mine[1:3]], [[a] for a in mine[3:]]
-    step.fused_step("adamw", mine[:1], [g], states, row, absmax=scales, code=code)
-    step.step_reference(theirs[:1], [g], theirs[1:3], theirs[3:], row, signed, unsigned, "adamw", code, 256)
+        return torch.allclose(fused.step_norms(*given, **stored), fused.norms_reference(*expected), rtol=1e-5)
+    fused.fused_step(*given, **stored)
+    fused.step_reference(*expected)
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def _gradient_norms(device: str) -> bool:
     g = [_values(device)]
-    return torch.allclose(step.gradient_norms(g), step.gradient_norms_reference(g), rtol=1e-5)
+    return torch.allclose(fused.gradient_norms(g), fused.gradient_norms_reference(g), rtol=1e-5)
 
 
 def _gradient_ratios(device: str) -> bool:
     g, v, row = [_values(device)], [_values(device) ** 2], _row(device)
-    expected = step.ratios_reference(g, v, [], row, load_codebook(signed=False).to(device), "codebook", 256)
-    return torch.allclose(step.gradient_ratios(g, v, row), expected, rtol=1e-5)
+    expected = fused.ratios_reference(g, g, v, [], row, row, row, "rms", "codebook", 256)  # float32 needs no codebooks
+    return torch.allclose(fused.gradient_ratios(g, v, row), expected, rtol=1e-5)
 
 
 def _quantize_int8(device: str) -> bool:

@@ -9,7 +9,7 @@ of the time of quantizing them.
 The order of the words matters, and each step is invertible: two tensors that differ in one word never have the same
 fingerprint, others with a probability of 2^-64. It is not a cryptographic hash.
 
-Twin: fingerprint.cpp (CPU).
+Kernel: fingerprint.cpp (CPU).
 """
 
 import torch

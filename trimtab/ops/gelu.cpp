@@ -65,13 +65,6 @@ INLINE void each_vector(int64_t count, Function function) {
   if (k < count) function(k, count - k);
 }
 
-INLINE vf load_part(const float* from, int64_t lanes) {
-  if (lanes == W) return load(from);
-  vf v{};
-  memcpy(&v, from, 4 * lanes);
-  return v;
-}
-
 // Parallel over chunks. The forward pass where there is no gradient.
 void gelu(const Gelu& a) {
   parallel(tasks_for(a.count, CHUNK), a.threads, [&](int64_t task, int) {

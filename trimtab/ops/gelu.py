@@ -9,7 +9,7 @@ at x = -6. PyTorch's GELU takes 18 % of a small GPT's step on a CPU (docs/log.md
 At -Inf the value and its slope are 0, their limits. The relative error of the kernels is below 1e-6 down to x = -10,
 where s is below the normal numbers and counts as 0.
 
-Hendrycks and Gimpel 2016. Twins: gelu.cpp (CPU), gelu_triton.py (GPU).
+Hendrycks and Gimpel 2016. Kernels: gelu.cpp (CPU), gelu_triton.py (GPU).
 """
 # mypy: disable-error-code="no-any-return, no-untyped-call, untyped-decorator"
 # (torch.autograd.Function and torch.library are untyped)
@@ -124,7 +124,7 @@ def _(grad: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# --- Twins. A kernel takes contiguous x and grad (None: forward) of one dtype.
+# --- Kernels. They take contiguous x and grad (None: forward) of one dtype.
 
 
 def run_native(x: Tensor, grad: Tensor | None) -> Tensor:

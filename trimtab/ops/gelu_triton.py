@@ -1,4 +1,4 @@
-"""GELU on the GPU: the Triton twin of gelu.py, value by value.
+"""GELU on the GPU: the Triton kernel of gelu.py, value by value.
 
 The exponent is computed in float64, because its last bit in float32 would affect the result. The rest is float32,
 with a polynomial for 2^-f in place of the hardware's approximate power of two.

@@ -18,9 +18,7 @@ static void encode_row(const float* x, int64_t count, float absmax, int8_t* code
   int64_t k = 0;
   for (; k + W <= count; k += W) store(codes + k, int8_codes(load(x + k), splat(absmax)));
   if (k < count) {
-    vf last{};
-    memcpy(&last, x + k, 4 * (count - k));
-    vc c = int8_codes(last, splat(absmax));
+    vc c = int8_codes(load_part(x + k, count - k), splat(absmax));
     memcpy(codes + k, &c, count - k);
   }
 }
@@ -97,11 +95,7 @@ void rescale(const Rescale& r) {
 constexpr int TILE_ROWS = 6, TILE_COLUMNS = 2 * W, BLOCK_ROWS = 16 * TILE_ROWS;
 
 INLINE vi multiply_pairs(vi a, vi b) {
-#ifdef __AVX512BW__
-  return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
-  return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
+  return (vi)CHOOSE(_mm512_madd_epi16((__m512i)a, (__m512i)b), _mm256_madd_epi16((__m256i)a, (__m256i)b), vi{});
 }
 
 // Element (i, k) of an operand whose outer index is i and inner index k, either way round in memory.

@@ -10,7 +10,7 @@ operand, columns of the right one, or a whole tensor.
 A row of zeros has absmax 0 and codes 0. A row that holds a NaN or an Inf gets absmax NaN and codes 0, so its products
 are NaN, and no others.
 
-Wortsman et al. 2023, section 2. Twins: int8.cpp (CPU), int8_triton.py (GPU). The product itself is oneDNN's
+Wortsman et al. 2023, section 2. Kernels: int8.cpp (CPU), int8_triton.py (GPU). The product itself is oneDNN's
 (`torch._int_mm`) on CPUs with VNNI, and int8.cpp's where there is AVX2 or AVX-512 without it.
 """
 # mypy: disable-error-code="no-any-return"
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops import backends
-from trimtab.ops.checks import FLOATS, check_same_device, check_shape, check_tensor
+from trimtab.ops.checks import FLOATS, check_same_device, check_tensor
 
 # 127 * 127 * inner must stay below 2^31, or an int32 sum could wrap around.
 MAX_INNER = (2**31 - 1) // 127**2
@@ -92,12 +92,11 @@ def int8_matmul(
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     for name, x, size in (("a_absmax", a_absmax, rows), ("b_absmax", b_absmax, columns)):
-        check_tensor(name, x, dtypes=(torch.float32,))
-        if x.dim():
-            check_shape(name, x, (size,), f"one per {'row' if name[0] == 'a' else 'column'} of {name[0]}, or a scalar")
+        why = f"one per {'row' if name[0] == 'a' else 'column'} of {name[0]}, or a scalar"
+        scalar = isinstance(x, Tensor) and x.dim() == 0
+        check_tensor(name, x, dtypes=(torch.float32,), shape=() if scalar else (size,), because=why)
     if bias is not None:
-        check_tensor("bias", bias, dtypes=FLOATS)
-        check_shape("bias", bias, (columns,), "one per column of b")
+        check_tensor("bias", bias, dtypes=FLOATS, shape=(columns,), because="one per column of b")
         check_same_device(a=a, bias=bias)
     check_same_device(a=a, b=b, a_absmax=a_absmax, b_absmax=b_absmax)
     return _matmul(a, b, a_absmax, b_absmax, bias, dtype)
@@ -170,7 +169,7 @@ def _(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | N
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-# --- Twins
+# --- Kernels
 
 
 def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

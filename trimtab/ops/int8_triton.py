@@ -1,4 +1,4 @@
-"""int8 quantization and the int8 matrix product on the GPU: the Triton twins of int8.py.
+"""int8 quantization and the int8 matrix product on the GPU: the Triton kernels of int8.py.
 
 Quantizing: a program reads LANES rows (or columns), TILE values at a time, once for the absmax and once to round. With
 a few long lanes, such as a whole tensor, most of the GPU would be idle: they are split into parts, and the two passes

@@ -143,7 +143,12 @@ class Adafactor(_Factored):
         return _rms(p.float()).clamp(min=eps2) * torch.minimum(lr, t**-0.5).float() * u
 
     def check_group(self, group: dict[str, Any]) -> None:
-        eps1, eps2 = _read_eps(group["eps"])
+        if not isinstance(group["eps"], tuple | list) or len(group["eps"]) != 2 or group["eps"][1] is None:
+            raise ValueError(
+                f"eps must be a pair (eps1 or None, eps2), got {group['eps']}; PyTorch's default is (None, 1e-3). "
+                "AdafactorMomentum takes one number"
+            )
+        eps1, eps2 = group["eps"]
         checked = {**group, "eps": eps2}
         super().check_group(checked)
         group["lr_max"] = checked["lr_max"]
@@ -192,15 +197,6 @@ class AdafactorMomentum(_Factored):
         m = state["exp_avg"].lerp_(_clip(g / v.sqrt(), group["clip_threshold"]), 1 - beta1)
         change: Tensor = group["lr"] * m
         return change
-
-
-def _read_eps(eps: Any) -> tuple[float | None, float]:
-    if not isinstance(eps, tuple | list) or len(eps) != 2 or eps[1] is None:
-        raise ValueError(
-            f"eps must be a pair (eps1 or None, eps2), got {eps}; PyTorch's default is (None, 1e-3). "
-            "AdafactorMomentum takes one number"
-        )
-    return eps[0], eps[1]
 
 
 def _rms(x: Tensor) -> Tensor:

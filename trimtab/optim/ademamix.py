@@ -47,13 +47,10 @@ class AdEMAMix(Optimizer):
         group, lr, wd, t = batch.group, batch.lr, batch.weight_decay, batch.t
         beta1, _, beta3 = group["betas"]
         beta3 = _beta3_at(t, beta1, beta3, group["t_beta3"])
-        update = {"mix_m": 1 / (1 - beta1**t), "mix_g": _alpha_at(t, group["alpha"], group["t_alpha"])}  # m̂ + α slow
+        alpha = group["alpha"] if group["t_alpha"] is None else group["alpha"] * (t / group["t_alpha"]).clamp(max=1)
+        update = {"mix_m": 1 / (1 - beta1**t), "mix_g": alpha}  # m̂ + α slow
         averages = adam_averages(group["betas"], t, group["beta2_power"]) | {"beta3": beta3, "gain3": 1 - beta3}
         return batch.rows(**averages, **update, eps=group["eps"], decay=1 - lr * wd, lr=lr)
-
-
-def _alpha_at(t: Tensor, alpha: float, steps: int | None) -> Tensor | float:
-    return alpha if steps is None else alpha * (t / steps).clamp(max=1)
 
 
 def _beta3_at(t: Tensor, beta1: float, beta3: float, steps: int | None) -> Tensor | float:

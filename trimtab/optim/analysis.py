@@ -10,8 +10,7 @@ errors where the counts are high.
 """
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -57,15 +56,18 @@ class ErrorAnalysis:
     @torch.no_grad()
     def observe(self, optimizer: torch.optim.Optimizer) -> None:
         """Add the optimizer's current state to the histograms."""
-        found = False
+        if not optimizer.state:
+            raise ValueError("the optimizer has no state yet; call observe after its first step")
         self._count += 1
         for state in optimizer.state.values():
-            m, v = _read_moments(state)
-            found = True
+            if "exp_avg_codes" in state:
+                raise ValueError("this optimizer's state is already quantized; use one with bits=32")
+            if "exp_avg" not in state or "exp_avg_sq" not in state:
+                needed = "the analysis needs exp_avg and exp_avg_sq in 32 bits"
+                raise ValueError(f"{needed}, the state has {', '.join(state)}")
+            m, v = state["exp_avg"], state["exp_avg_sq"]
             if self.smallest <= m.numel() <= self.largest:
                 self._add(m.float().contiguous(), v.float().contiguous())
-        if not found:
-            raise ValueError("the optimizer has no state yet; call observe after its first step")
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Deprecated: use `observe`."""
@@ -111,11 +113,3 @@ class ErrorAnalysis:
         block = self.block or x.numel()
         codes, absmax = quantize_blockwise(x, book, block=block)
         return codes, dequantize_blockwise(codes, absmax, book, block=block)
-
-
-def _read_moments(state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    if "exp_avg_codes" in state:
-        raise ValueError("this optimizer's state is already quantized; use one with bits=32")
-    if "exp_avg" not in state or "exp_avg_sq" not in state:
-        raise ValueError(f"the analysis needs exp_avg and exp_avg_sq in 32 bits, the state has {', '.join(state)}")
-    return state["exp_avg"], state["exp_avg_sq"]

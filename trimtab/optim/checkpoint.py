@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trimtab.optim.optimizer import Optimizer
 
 Format = Literal["packed", "portable"]
-Entry = dict[str, Any]
+Entry = dict[str, Any]  # the state of a parameter, or a parameter group
 
 # Options that a load does not change, and PyTorch's switches, which have no effect here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
@@ -101,11 +101,10 @@ class PackedState(dict[Any, Any]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
-def _to_portable(optimizer: "Optimizer", p: Tensor, group: Mapping[str, Any], entry: Entry) -> Entry:
-    storage = optimizer.storage_of(p, dict(group))
+def _to_portable(optimizer: "Optimizer", p: Tensor, group: Entry, entry: Entry) -> Entry:
     portable: Entry = {"step": entry["step"].clone()}
-    names = optimizer.states_of(dict(group))
-    for name, moment in decode(entry, names, RULES[optimizer.rule_of(dict(group))].signed, storage).items():
+    names, signed = optimizer.states_of(group), RULES[optimizer.rule_of(group)].signed
+    for name, moment in decode(entry, names, signed, optimizer.storage_of(p, group)).items():
         portable[name] = wrap_like(moment, p)
     for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
@@ -193,9 +192,8 @@ def _unwrapped(name: str) -> str:
 def adopt(optimizer: "Optimizer", p: Tensor, group: dict[str, Any], entry: Entry) -> Storage:
     """Convert state that the user assigned to `optimizer.state` to this optimizer's storage."""
     storage = optimizer.storage_of(p, group)
-    read = _read(
-        optimizer, _Place(p, "a parameter", storage), group, group | {"packing": PACKING}, entry, convert=False
-    )
+    to, saved = _Place(p, "a parameter", storage), group | {"packing": PACKING}
+    read = _read(optimizer, to, group, saved, entry, convert=False)
     entry.clear()
     entry.update(read)
     return storage
@@ -209,15 +207,7 @@ class _Place(NamedTuple):
     storage: Storage
 
 
-def _read(
-    optimizer: "Optimizer",
-    to: _Place,
-    group: dict[str, Any],
-    saved: Mapping[str, Any],
-    entry: Mapping[str, Any],
-    *,
-    convert: bool,
-) -> Entry:
+def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry: Entry, *, convert: bool) -> Entry:
     """One parameter's saved state in this optimizer's storage."""
     if "state1" in entry or any(str(key).startswith("__bnb") for key in entry):
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
@@ -250,13 +240,7 @@ def _read(
 
 
 def _read_codes(
-    entry: Mapping[str, Any],
-    to: _Place,
-    moments: tuple[str, ...],
-    signed: tuple[bool, ...],
-    saved: Mapping[str, Any],
-    *,
-    convert: bool,
+    entry: Entry, to: _Place, moments: tuple[str, ...], signed: tuple[bool, ...], saved: Entry, *, convert: bool
 ) -> Entry:
     p, name, storage = to
     for moment in moments:
@@ -322,7 +306,8 @@ def from_bitsandbytes(
     taken += ["alpha", "t_alpha", "t_beta3"] if len(moments) == 3 else []
 
     def read(entry: Mapping[str, Any]) -> Entry:
-        entry = {**entry, **_unwrap(entry)}
+        # Newer versions of bitsandbytes nest the quantized tensors one level deeper.
+        entry = {**entry, **next((value for key, value in entry.items() if str(key).startswith("__bnb")), {})}
         decoded = [x for i in (1, 2) if f"state{i}" in entry for x in _read_bitsandbytes(entry, i, len(moments) == 3)]
         if len(decoded) != len(moments):
             raise ValueError(f"the state holds {len(decoded)} moments, but {len(moments)} are named: {moments}")
@@ -348,18 +333,12 @@ def from_torchao(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {place: read(entry) for place, entry in state_dict["state"].items()}, "param_groups": groups}
 
 
-def _unwrap(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Newer versions of bitsandbytes nest the quantized tensors one level deeper."""
-    return next((value for key, value in entry.items() if str(key).startswith("__bnb")), {})
-
-
 def _read_bitsandbytes(entry: Mapping[str, Any], i: int, stacked: bool) -> list[Tensor]:
     """Its state1 or state2 in float32. AdEMAMix stacks two averages in state1."""
     values, scales = entry[f"state{i}"], entry.get(f"absmax{i}")
-    if i == 1 and stacked:
-        pairs = zip(values, scales if scales is not None else [None, None], strict=True)
-    else:
-        pairs = zip([values], [scales], strict=True)
+    if not (i == 1 and stacked):
+        values, scales = [values], [scales]
+    pairs = zip(values, scales if scales is not None else [None, None], strict=True)
     return [x.float() if x.dtype != torch.uint8 else _decode(x, absmax, entry[f"qmap{i}"]) for x, absmax in pairs]
 
 

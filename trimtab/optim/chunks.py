@@ -52,7 +52,9 @@ def step_in_chunks(batch: Batch, rows: Tensor) -> None:
                 rounded = wide.to(p.dtype)
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
             elif group["rounding"] == "stochastic" and p.dtype != torch.float32:
-                rounded = round_stochastically(wide, p.dtype, seed=_seed(numbers[i], i, start))
+                # The same on every replica, so that replicas stay equal; different at every step.
+                seed = hash((int(numbers[i]), i, start)) & 0x7FFF_FFFF_FFFF_FFFF
+                rounded = round_stochastically(wide, p.dtype, seed=seed)
             else:
                 rounded = wide.to(p.dtype)
             p[here] = torch.where(moved, rounded, p[here])
@@ -68,11 +70,6 @@ def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
     bits = x.view(torch.int32)
     rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
-
-
-def _seed(step: float, tensor: int, start: int) -> int:
-    """The same on every replica, so that replicas stay equal; different at every step."""
-    return hash((int(step), tensor, start)) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def _load(state: Mapping[str, Any], batch: Batch, here: slice) -> list[Tensor]:

@@ -89,7 +89,9 @@ def groups(
     rules = (*(m for m in found if getattr(m, "keep32", True)), *named)
     declined = {id(p) for m in found if not getattr(m, "keep32", True) for p in m.parameters()}
     patterns = (no_decay,) if isinstance(no_decay, str) else tuple(no_decay)
-    linear = {id(m.weight) for m in model.modules() if _is_linear(m)}
+    # Hugging Face's Conv1D is GPT-2's linear layer with its weight transposed.
+    names = ("Conv1D", "SwitchBackConv1D")
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ in names}
     members: dict[tuple[bool, bool, bool], list[tuple[str, Tensor]]] = {}
     for name, p in model.named_parameters():
         decays = p.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -108,8 +110,3 @@ def groups(
             }
         )
     return result
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # Hugging Face's Conv1D is GPT-2's linear layer with its weight transposed.
-    return isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "SwitchBackConv1D")

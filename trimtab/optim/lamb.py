@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops.step.rules import adam_averages
+from trimtab.ops.step.rules import adam_averages, trust_from_norms
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -38,7 +38,7 @@ class LAMB(Optimizer):
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         group, wd, t = batch.group, batch.weight_decay, batch.t
-        lr = 1.0 if sums is None else batch.lr * self.trust_of(sums, group)
+        lr = 1.0 if sums is None else batch.lr * trust_from_norms(sums, bound=group["max_unorm"])
         averages = adam_averages(group["betas"], t, group["beta2_power"])
         return batch.rows(**averages, eps=group["eps"], decay=1 - lr * wd, lr=lr / (1 - averages["beta1"] ** t))
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
-from trimtab.ops.step.rules import momentum_average
+from trimtab.ops.step.rules import momentum_average, trust_from_norms
 from trimtab.optim.optimizer import Batch, Optimizer, Options
 
 
@@ -35,7 +35,7 @@ class LARS(Optimizer):
         super().__init__(params, own, options)
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
-        lr = 1.0 if sums is None else batch.lr * self.trust_of(sums, batch.group)
+        lr = 1.0 if sums is None else batch.lr * trust_from_norms(sums, bound=batch.group["max_unorm"])
         average = momentum_average(batch.steps, batch.group["momentum"])
         return batch.rows(**average, coupled=batch.weight_decay, lr=lr, mix_m=1.0)
 

@@ -22,7 +22,7 @@ from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
 from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
-from trimtab.ops.step.rules import DECAY, independent_decay, trust_from_norms
+from trimtab.ops.step.rules import DECAY, independent_decay
 from trimtab.ops.step.storage import Batch, Storage, new_moment
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
@@ -33,7 +33,6 @@ from trimtab.optim.options import DEFAULTS, Options, check_group, check_options,
 __all__ = ["Batch", "Optimizer", "Options"]
 
 Key = tuple[int, int, torch.device]  # of a batch: the index of the group, the bits of its state, the device
-_FLOATS = set(FLOATS)
 RING = 100  # gradient norms that percentile clipping keeps
 
 
@@ -168,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         batches = self._gather()
         for batch in batches:
             batch.grad_scale = (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
-        self._inspect([batch for batch in batches if _inspects(batch.group)])
+        self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
         for batch, sums in zip(batches, self._measure(batches), strict=True):
             rows = self._final_rows(batch, sums)
             self._apply(batch, rows)
@@ -222,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         params, states, block, bits = batch.params, batch.kept, batch.storage.block, batch.storage.bits
         numels, devices = [p.numel() for p in params], [p.device for p in params]
-        usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= _FLOATS
+        usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= {*FLOATS}
         for name in batch.names:
             found = [state.get(name if bits == 32 else f"{name}_codes") for state in states]
             kept = [x for x in found if x is not None]
@@ -322,10 +321,8 @@ class Optimizer(torch.optim.Optimizer):
     def _measure(self, batches: list[Batch]) -> list[Tensor | None]:
         found = [self.measure(batch) for batch in batches]
         self._measured = []
-        measured = [(batch, sums) for batch, sums in zip(batches, found, strict=True) if sums is not None]
-        if not measured:
-            return [None] * len(batches)
-        return list(_whole([batch for batch, _ in measured], [sums for _, sums in measured]))
+        measured = [sums for sums in found if sums is not None]  # all or none
+        return list(_whole(batches, measured)) if measured else found
 
     def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         rows, group = self.rows(batch, sums), batch.group
@@ -346,12 +343,6 @@ class Optimizer(torch.optim.Optimizer):
             step_in_chunks(batch, rows)
         else:
             step_unchecked(*batch.arguments(rows))
-
-    def trust_of(self, sums: Tensor, group: dict[str, Any]) -> Tensor:
-        """The factors that scale each tensor's step to the norm of its weights."""
-        trust = trust_from_norms(sums, bound=group["max_unorm"])
-        # A non-finite gradient is skipped with skip_nonfinite, and else spreads; it must not stop here.
-        return torch.where(trust.isfinite(), trust, 1.0)
 
     def _count(self, batch: Batch, rows: Tensor) -> None:
         """Count the step, except for tensors that were skipped."""
@@ -399,9 +390,7 @@ class Optimizer(torch.optim.Optimizer):
         checkpoint.load(self, state_dict, convert=convert)
 
     def __getstate__(self) -> dict[str, Any]:
-        patterns = tuple(
-            rule for rule in self._rules if isinstance(rule, str)
-        )  # the other rules have been applied already
+        patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the others have been applied already
         own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
         return super().__getstate__() | own
 
@@ -433,10 +422,6 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
 
 def _skips(group: dict[str, Any]) -> bool:
     return bool(group["skip_nonfinite"] or group["loss_scale"] != 1)
-
-
-def _inspects(group: dict[str, Any]) -> bool:
-    return _skips(group) or group["percentile_clipping"] < 100
 
 
 def _whole(batches: list[Batch], sums: list[Tensor]) -> Iterable[Tensor]:

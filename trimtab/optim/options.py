@@ -1,6 +1,6 @@
 """The options of all optimizers, and the checks of options, groups and parameters.
 
-An option that an optimizer cannot honour is refused, never ignored.
+An option that an optimizer does not support is refused, never ignored.
 """
 
 import math

@@ -108,18 +108,16 @@ void prefer_huge_pages([[maybe_unused]] Address start, [[maybe_unused]] int64_t 
 #endif
 }
 
-// --- Entry points. Python has checked the arguments. The interpreter lock is released while they run.
+// --- Entry points. Python has checked the arguments. The interpreter lock is released while they run (`call_guard`).
 
 void quantize(Address x, int dtype, int64_t count, int64_t block, Address codebook, int entries, Address codes,
               Address absmax, int threads) {
-  nb::gil_scoped_release release;
   const Codebook book = open_codebook(codebook, entries);
   active->quantize({(const void*)x, (Dtype)dtype, count, block, &book, (uint8_t*)codes, (float*)absmax, threads});
 }
 
 void dequantize(Address codes, Address absmax, int64_t count, int64_t block, Address codebook, int entries, Address out,
                 int dtype, int threads) {
-  nb::gil_scoped_release release;
   const Codebook book = open_codebook(codebook, entries);
   active->dequantize({(const uint8_t*)codes, (const float*)absmax, count, block, &book, (void*)out, (Dtype)dtype, threads});
 }
@@ -153,7 +151,6 @@ std::vector<double> step(int rule, const std::vector<Address>& params, const std
                          const std::vector<int>& grad_dtypes, Address scalars, int64_t block, Address signed_book,
                          int signed_entries, Address unsigned_book, int unsigned_entries, bool quadratic, int pass,
                          int threads) {
-  nb::gil_scoped_release release;
   auto tensors = step_tensors(params, grads, states, absmax, counts, param_dtypes, grad_dtypes, scalars);
   std::vector<double> sums((Pass)pass == Pass::update ? 0 : max_sums * tensors.size());
   const Codebook s = open_codebook(signed_book, signed_entries), u = open_codebook(unsigned_book, unsigned_entries);
@@ -164,23 +161,21 @@ std::vector<double> step(int rule, const std::vector<Address>& params, const std
 
 std::vector<double> gradient_norms(const std::vector<Address>& grads, const std::vector<int64_t>& counts,
                                    const std::vector<int>& dtypes, int threads) {
-  nb::gil_scoped_release release;
   auto tensors = step_tensors({}, grads, {}, {}, counts, {}, dtypes, 0);
   std::vector<double> sums(max_sums * tensors.size()), squares(tensors.size());
-  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, false, Pass::norms, sums.data(), threads});
+  active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, false,
+                          Pass::norms, sums.data(), threads});
   for (size_t t = 0; t < squares.size(); t++) squares[t] = sums[max_sums * t];
   return squares;
 }
 
 void traffic(Address param, Address grad, Address m, Address v, int64_t count, bool quantized, int threads) {
-  nb::gil_scoped_release release;
   auto tensors = step_tensors({param}, {grad}, {m, v}, {}, {count}, {0}, {0}, 0);
   active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, false, Pass::update, nullptr, threads});
 }
 
 void quantize_int8(Address x, int dtype, int64_t rows, int64_t columns, bool by_column, Address codes, Address absmax,
                    int threads) {
-  nb::gil_scoped_release release;
   active->quantize_int8({(const void*)x, (Dtype)dtype, rows, columns, by_column, (int8_t*)codes, (float*)absmax, threads});
 }
 
@@ -192,20 +187,17 @@ Rescale rescale_of(Address total, int64_t rows, int64_t columns, Address row, bo
 
 void rescale(Address total, int64_t rows, int64_t columns, Address row, bool row_is_scalar, Address column,
              bool column_is_scalar, Address bias, Address out, int dtype, int threads) {
-  nb::gil_scoped_release release;
   active->rescale(rescale_of(total, rows, columns, row, row_is_scalar, column, column_is_scalar, bias, out, dtype, threads));
 }
 
 void matmul(Address a, bool a_transposed, Address b, bool b_transposed, int64_t inner, int64_t rows, int64_t columns,
             Address row, bool row_is_scalar, Address column, bool column_is_scalar, Address bias, Address out, int dtype,
             int threads) {
-  nb::gil_scoped_release release;
   const Rescale r = rescale_of(0, rows, columns, row, row_is_scalar, column, column_is_scalar, bias, out, dtype, threads);
   active->matmul({(const int8_t*)a, (const int8_t*)b, rows, inner, columns, a_transposed, b_transposed, r});
 }
 
 void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int threads) {
-  nb::gil_scoped_release release;
   active->gelu({(const void*)x, (const void*)grad, (void*)out, (Dtype)dtype, count, threads});
 }
 
@@ -227,17 +219,15 @@ NB_MODULE(_native, m) {
   m.def("has_matmul", [] { return active->matmul != nullptr; });
   m.def("has_closed_form", [](Address values, int count) { return recognise((const float*)values, count) != Codebook::any; });
   m.def("prefer_huge_pages", &prefer_huge_pages);
-  m.def("quantize", &quantize);
-  m.def("dequantize", &dequantize);
-  m.def("step", &step);
-  m.def("gradient_norms", &gradient_norms);
-  m.def("traffic", &traffic);
-  m.def("quantize_int8", &quantize_int8);
-  m.def("rescale", &rescale);
-  m.def("matmul", &matmul);
-  m.def("gelu", &gelu);
-  m.def("fingerprint", [](Address data, int64_t bytes, int threads) {
-    nb::gil_scoped_release release;
-    return fingerprint((const uint8_t*)data, bytes, threads);
-  });
+  const auto run = [&](const char* name, auto kernel) { m.def(name, kernel, nb::call_guard<nb::gil_scoped_release>()); };
+  run("quantize", &quantize);
+  run("dequantize", &dequantize);
+  run("step", &step);
+  run("gradient_norms", &gradient_norms);
+  run("traffic", &traffic);
+  run("quantize_int8", &quantize_int8);
+  run("rescale", &rescale);
+  run("matmul", &matmul);
+  run("gelu", &gelu);
+  run("fingerprint", [](Address data, int64_t bytes, int threads) { return fingerprint((const uint8_t*)data, bytes, threads); });
 }

@@ -40,6 +40,12 @@ INLINE void store(T* to, V v) {
   memcpy(to, &v, sizeof v);
 }
 INLINE vf load(const float* from) { return load<vf>(from); }
+INLINE vf load_part(const float* from, int64_t lanes) {  // zeros in the other lanes
+  if (lanes >= W) return load(from);
+  vf v{};
+  memcpy(&v, from, 4 * lanes);
+  return v;
+}
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vi splat(int32_t x) { return x - vi{}; }
 INLINE vi bits(vf x) { return (vi)x; }
@@ -117,11 +123,8 @@ INLINE vi smaller_unsigned(vi a, vi b) {
 
 // x + 1 where a > b.
 INLINE vi one_more_if_larger(vi x, vi a, vi b) {
-#if defined(__AVX512F__)
-  return (vi)_mm512_mask_add_epi32((__m512i)x, _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b), (__m512i)x, _mm512_set1_epi32(1));
-#else
-  return x - (a > b);
-#endif
+  return CHOOSE((vi)_mm512_mask_add_epi32((__m512i)x, _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b), (__m512i)x, _mm512_set1_epi32(1)),
+                x - (a > b), x - (a > b));
 }
 
 // -x where `sign` is negative. (AVX2's instruction gives 0 where `sign` is 0, and there x is 0 too.)
@@ -228,9 +231,7 @@ static inline void write(const float* values, int64_t count, void* to, Dtype dty
   }
   uint16_t* half = (uint16_t*)to;
   for (int64_t k = 0; k < count; k += W) {
-    vf x{};
-    if (k + W <= count) x = load(values + k);
-    else memcpy(&x, values + k, 4 * (count - k));
+    const vf x = load_part(values + k, count - k);
     vh y = dtype == Dtype::bfloat16 ? to_bfloat16(x) : to_float16(x);
     if (k + W <= count) store(half + k, y);
     else memcpy(half + k, &y, 2 * (count - k));

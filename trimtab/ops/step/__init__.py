@@ -1,7 +1,7 @@
 """The fused optimizer step.
 
 rules.py      the equations and their coefficients
-fused.py      the op; its twins are fused.cpp and fused_triton.py
+fused.py      the op; its kernels are fused.cpp and fused_triton.py
 quadratic.py  the 8-bit code of the state
 storage.py    how the state of many tensors is stored
 """
@@ -10,13 +10,9 @@ from trimtab.ops.step.fused import (
     Code,
     fused_step,
     gradient_norms,
-    gradient_norms_reference,
     gradient_norms_unchecked,
     gradient_ratios,
-    norms_reference,
-    ratios_reference,
     step_norms,
-    step_reference,
     step_unchecked,
 )
 from trimtab.ops.step.rules import RULES, SCALARS
@@ -27,12 +23,8 @@ __all__ = [
     "Code",
     "fused_step",
     "gradient_norms",
-    "gradient_norms_reference",
     "gradient_norms_unchecked",
     "gradient_ratios",
-    "norms_reference",
-    "ratios_reference",
     "step_norms",
-    "step_reference",
     "step_unchecked",
 ]

@@ -99,10 +99,7 @@ struct Math<Rule::rms_centered_momentum> {
 
 template <bool WHOLE>
 INLINE vf load_lanes(const float* from, int lanes) {
-  if (WHOLE) return load(from);
-  vf x{};
-  memcpy(&x, from, 4 * lanes);
-  return x;
+  return WHOLE ? load(from) : load_part(from, lanes);
 }
 template <bool WHOLE>
 INLINE void store_lanes(float* to, vf x, int lanes) {
@@ -414,10 +411,8 @@ void gradient_norms(const Step& step) {
       vf sums{};
       int64_t k = 0;
       for (; k + W <= count; k += W) sums += load(g + k) * load(g + k);
-      if (k < count) {
-        vf last = load_lanes<false>(g + k, (int)(count - k));
-        sums += last * last;
-      }
+      const vf last = load_part(g + k, count - k);
+      sums += last * last;
       total += sum(sums);
     }
     const double row[max_sums] = {total, 0};

@@ -10,43 +10,47 @@ One implementation serves every rule (rules.py), and 8-bit and 32-bit state. In 
 - Otherwise a non-finite gradient spreads as in PyTorch: its element of the parameter becomes NaN, and so does its block
   of 8-bit state.
 
-Twins: fused.cpp (CPU), fused_triton.py (GPU).
+Kernels: fused.cpp (CPU), fused_triton.py (GPU).
 """
 # mypy: disable-error-code="no-any-return"
 # (the ops of torch.library are untyped)
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from trimtab.ops import backends
 from trimtab.ops.blockwise import count_blocks, dequantize_reference, quantize_reference
-from trimtab.ops.checks import (
-    FLOATS,
-    check_block,
-    check_codebook,
-    check_disjoint,
-    check_same_device,
-    check_shape,
-    check_tensor,
-)
+from trimtab.ops.checks import FLOATS, check_block, check_codebook, check_disjoint, check_same_device, check_tensor
 from trimtab.ops.codebook import load_codebook
 from trimtab.ops.native import table
 from trimtab.ops.step.quadratic import decode_moments, encode_moments
 from trimtab.ops.step.rules import BETA2, COUPLED, DECAY, EPS, GAIN2, GRAD_SCALE, LR, RULES, SCALARS, STEP, Moments, Row
 
 Code = Literal["codebook", "quadratic"]
+Tensors = Sequence[Tensor]
+
+
+class Stored(TypedDict, total=False):
+    """How the state is stored."""
+
+    absmax: Sequence[Tensors] | None  # of 8-bit codes, one per block; None: the states are float32
+    block: int  # 256
+    code: Code  # "codebook"; "quadratic" is that of quadratic.py
+    signed: Tensor | None  # the codebook of first moments; by default that of load_codebook
+    unsigned: Tensor | None  # of second moments
 
 
 class Arguments(NamedTuple):
     """The arguments of the ops. `states` and `absmax` are flat: all of the first state, then the next."""
 
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    states: Sequence[Tensor]
-    absmax: Sequence[Tensor]  # none: the states are float32
+    params: Tensors
+    grads: Tensors
+    states: Tensors
+    absmax: Tensors  # none: the states are float32
     scalars: Tensor
     signed: Tensor
     unsigned: Tensor
@@ -56,70 +60,35 @@ class Arguments(NamedTuple):
 
 
 def fused_step(
-    rule: str,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    scalars: Tensor,
-    *,
-    absmax: Sequence[Sequence[Tensor]] | None = None,
-    block: int = 256,
-    code: Code = "codebook",
-    signed: Tensor | None = None,
-    unsigned: Tensor | None = None,
+    rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors], scalars: Tensor, **stored: Unpack[Stored]
 ) -> None:
     """Update every parameter and its state in place, in one call.
 
     `states` and `absmax` hold one list per state of the rule (see `RULES`), each with one tensor per parameter:
     uint8 codes with one absmax per block, or, when `absmax` is None, float32 moments. `scalars` is [tensors, 15].
-    Codes are those of a codebook, or quadratic ones (quadratic.py).
     """
-    arguments = _check(
-        rule, params, grads, states, scalars, absmax=absmax, block=block, code=code, signed=signed, unsigned=unsigned
-    )
+    arguments = _check(rule, params, grads, states, scalars, **stored)
     if params:
         _step(*arguments)
 
 
 def step_norms(
-    rule: str,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    scalars: Tensor,
-    *,
-    absmax: Sequence[Sequence[Tensor]] | None = None,
-    block: int = 256,
-    code: Code = "codebook",
-    signed: Tensor | None = None,
-    unsigned: Tensor | None = None,
+    rule: str, params: Tensors, grads: Tensors, states: Sequence[Tensors], scalars: Tensor, **stored: Unpack[Stored]
 ) -> Tensor:
     """What a `fused_step` with these rows would do, without doing it: the first pass of LAMB and LARS.
 
     Returns float32 [tensors, 2]: the sum of p^2 and the sum of (change of p)^2. Sums, so that shards can be added up.
     """
-    arguments = _check(
-        rule,
-        params,
-        grads,
-        states,
-        scalars,
-        absmax=absmax,
-        block=block,
-        code=code,
-        signed=signed,
-        unsigned=unsigned,
-        writes=False,
-    )
+    arguments = _check(rule, params, grads, states, scalars, **stored, writes=False)
     return norms_unchecked(*arguments) if params else scalars.new_zeros(0, 2)
 
 
 def gradient_ratios(
-    grads: Sequence[Tensor],
-    second_moments: Sequence[Tensor],
+    grads: Tensors,
+    second_moments: Tensors,
     scalars: Tensor,
     *,
-    absmax: Sequence[Tensor] | None = None,
+    absmax: Tensors | None = None,
     block: int = 256,
     code: Code = "codebook",
     unsigned: Tensor | None = None,
@@ -128,25 +97,13 @@ def gradient_ratios(
 
     v is the one that a `fused_step` with these rows would make. Sums, so that shards can be added up.
     """
-    stored = None if absmax is None else [absmax]
-    a = _check(
-        "rms",
-        grads,
-        grads,
-        [second_moments],
-        scalars,
-        absmax=stored,
-        block=block,
-        code=code,
-        unsigned=unsigned,
-        writes=False,
-    )
-    if not grads:
-        return scalars.new_zeros(0)
-    return ratios_unchecked(a.grads, a.states, a.absmax, scalars, a.unsigned, code, a.block)
+    stored: Stored = {"block": block, "code": code, "unsigned": unsigned}
+    stored["absmax"] = None if absmax is None else [absmax]
+    arguments = _check("rms", grads, grads, [second_moments], scalars, **stored, writes=False)
+    return ratios_unchecked(*arguments) if grads else scalars.new_zeros(0)
 
 
-def gradient_norms(grads: Sequence[Tensor]) -> Tensor:
+def gradient_norms(grads: Tensors) -> Tensor:
     """The sum of squares of each gradient, float32 [tensors], in one pass. Not finite where the gradient is not."""
     grads = list(grads)
     for i, g in enumerate(grads):
@@ -194,25 +151,18 @@ def norms_reference(*arguments: Any) -> Tensor:
     return result
 
 
-def ratios_reference(
-    grads: Sequence[Tensor],
-    second_moments: Sequence[Tensor],
-    absmax: Sequence[Tensor],
-    scalars: Tensor,
-    unsigned: Tensor,
-    *rest: Any,
-) -> Tensor:
-    """The definition of `gradient_ratios`, with sums in float64."""
-    a = Arguments(grads, grads, second_moments, absmax, scalars, unsigned, unsigned, "rms", *rest)
-    result = scalars.new_zeros(len(grads))
-    for i, row in enumerate(scalars.tolist()):
-        g, (v,) = grads[i].float() * row[GRAD_SCALE], _decode(a, i)
+def ratios_reference(*arguments: Any) -> Tensor:
+    """The definition of `gradient_ratios`, with sums in float64. The parameters are not used."""
+    a = Arguments(*arguments)
+    result = a.scalars.new_zeros(len(a.grads))
+    for i, row in enumerate(a.scalars.tolist()):
+        g, (v,) = a.grads[i].float() * row[GRAD_SCALE], _decode(a, i)
         v = row[BETA2] * v + row[GAIN2] * (g * g)
         result[i] = (g * g / v.clamp(min=torch.tensor(row[EPS], dtype=torch.float32).square())).double().sum()
     return result
 
 
-def gradient_norms_reference(grads: Sequence[Tensor]) -> Tensor:
+def gradient_norms_reference(grads: Tensors) -> Tensor:
     return torch.stack([g.double().square().sum().float() for g in grads])
 
 
@@ -225,7 +175,7 @@ def _advance(a: Arguments, i: int, row: Row) -> tuple[Tensor, Tensor, Moments]:
     return p, update, moments
 
 
-def _decode(a: Arguments, i: int) -> Sequence[Tensor]:
+def _decode(a: Arguments, i: int) -> Tensors:
     states, scales, signed = a.states[i :: len(a.params)], a.absmax[i :: len(a.params)], RULES[a.rule].signed
     if not scales:
         return states
@@ -250,14 +200,14 @@ def _encode(moment: Tensor, signed: bool, a: Arguments) -> tuple[Tensor, Tensor]
 
 def _check(
     rule: str,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
+    params: Tensors,
+    grads: Tensors,
+    states: Sequence[Tensors],
     scalars: Tensor,
     *,
-    absmax: Sequence[Sequence[Tensor]] | None,
-    block: int,
-    code: str,
+    absmax: Sequence[Tensors] | None = None,
+    block: int = 256,
+    code: str = "codebook",
     signed: Tensor | None = None,
     unsigned: Tensor | None = None,
     writes: bool = True,
@@ -279,8 +229,8 @@ def _check(
             )
     if len(grads) != count:
         raise ValueError(f"got {count} params but {len(grads)} grads; leave out parameters without a gradient")
-    check_tensor("scalars", scalars, dtypes=(torch.float32,))
-    check_shape("scalars", scalars, (count, len(SCALARS)), "a row of trimtab.ops.step.SCALARS per tensor")
+    why = "a row of trimtab.ops.step.SCALARS per tensor"
+    check_tensor("scalars", scalars, dtypes=(torch.float32,), shape=(count, len(SCALARS)), because=why)
     device = params[0].device if count else torch.device("cpu")
     custom = unsigned is not None
     signed = load_codebook(signed=True).to(device) if signed is None else signed
@@ -294,15 +244,13 @@ def _check(
     stored = (torch.float32 if absmax is None else torch.uint8,)
     for i, (p, g) in enumerate(zip(params, grads, strict=True)):
         check_tensor(f"params[{i}]", p, dtypes=FLOATS)
-        check_tensor(f"grads[{i}]", g, dtypes=FLOATS)
-        check_shape(f"grads[{i}]", g, p.shape, "that of its parameter")
+        check_tensor(f"grads[{i}]", g, dtypes=FLOATS, shape=p.shape, because="that of its parameter")
         for k in range(wanted):
-            check_tensor(f"states[{k}][{i}]", states[k][i], dtypes=stored)
-            check_shape(f"states[{k}][{i}]", states[k][i], p.shape, "that of its parameter")
+            name = f"[{k}][{i}]"
+            check_tensor("states" + name, states[k][i], dtypes=stored, shape=p.shape, because="that of its parameter")
             if absmax is not None:
-                blocks = (count_blocks(p.numel(), block),)
-                check_tensor(f"absmax[{k}][{i}]", absmax[k][i], dtypes=(torch.float32,))
-                check_shape(f"absmax[{k}][{i}]", absmax[k][i], blocks, f"one per block of {block}")
+                blocks, why = (count_blocks(p.numel(), block),), f"one per block of {block}"
+                check_tensor("absmax" + name, absmax[k][i], dtypes=(torch.float32,), shape=blocks, because=why)
     flat_states = [s for tensors in states for s in tensors]
     flat_absmax = [a for tensors in absmax or () for a in tensors]
     named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax}
@@ -317,40 +265,32 @@ def _check(
 
 # The ops without checks: checking hundreds of tensors takes longer than updating them, and an optimizer makes its own
 # states. Mutated tensors are marked in the schema.
-_INPUTS = "Tensor[] grads, Tensor[] states, Tensor[] absmax, Tensor scalars, "
-_REST = "Tensor signed, Tensor unsigned, str rule, str code, SymInt block"
+_REST = "Tensor scalars, Tensor signed, Tensor unsigned, str rule, str code, SymInt block"
+_READS = f"(Tensor[] params, Tensor[] grads, Tensor[] states, Tensor[] absmax, {_REST}) -> Tensor"
+_WRITES = f"(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] states, Tensor(a3!)[] absmax, {_REST}) -> ()"
 
 
 def _define(name: str, function: Any, schema: str, mutates: tuple[str, ...] = ()) -> Any:
     return torch.library.custom_op(f"trimtab::{name}", function, mutates_args=mutates, schema=schema)
 
 
-_step = _define(
-    "fused_step",
-    step_reference,
-    "(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] states, Tensor(a3!)[] absmax, Tensor scalars, "
-    + _REST
-    + ") -> ()",
-    ("params", "states", "absmax"),
-)
-norms_unchecked = _define("step_norms", norms_reference, f"(Tensor[] params, {_INPUTS}{_REST}) -> Tensor")
-ratios_unchecked = _define(
-    "gradient_ratios", ratios_reference, f"({_INPUTS}Tensor unsigned, str code, SymInt block) -> Tensor"
-)
+_step = _define("fused_step", step_reference, _WRITES, ("params", "states", "absmax"))
+norms_unchecked = _define("step_norms", norms_reference, _READS)
+ratios_unchecked = _define("gradient_ratios", ratios_reference, _READS)
 gradient_norms_unchecked = _define("gradient_norms", gradient_norms_reference, "(Tensor[] grads) -> Tensor")
-norms_unchecked.register_fake(lambda params, grads, states, absmax, scalars, *_: scalars.new_empty(len(params), 2))
-ratios_unchecked.register_fake(lambda grads, states, absmax, scalars, *_: scalars.new_empty(len(grads)))
+norms_unchecked.register_fake(lambda *a: a[4].new_empty(len(a[0]), 2))
+ratios_unchecked.register_fake(lambda *a: a[4].new_empty(len(a[0])))
 gradient_norms_unchecked.register_fake(lambda grads: grads[0].new_empty(len(grads), dtype=torch.float32))
 
 
-def step_unchecked(params: Sequence[Tensor], *arguments: Any) -> None:
+def step_unchecked(params: Tensors, *arguments: Any) -> None:
     """The op. It increments the parameters' versions in one call; one call per tensor takes as long as the step."""
     with torch._C._AutoDispatchBelowADInplaceOrView():
         _step(params, *arguments)
     torch.autograd.graph.increment_version(params)
 
 
-# --- Twins
+# --- Kernels
 
 
 def step_native(*arguments: Any) -> None:
@@ -361,17 +301,15 @@ def norms_native(*arguments: Any) -> Tensor:
     return torch.tensor(_call_native("norms", Arguments(*arguments)), dtype=torch.float32).view(-1, 2)
 
 
-def ratios_native(grads: Sequence[Tensor], *arguments: Any) -> Tensor:
-    states, absmax, scalars, unsigned, code, block = arguments
-    a = Arguments(grads, grads, states, absmax, scalars, unsigned, unsigned, "rms", code, block)
-    return torch.tensor(_call_native("ratios", a)[::2], dtype=torch.float32)
+def ratios_native(*arguments: Any) -> Tensor:
+    return torch.tensor(_call_native("ratios", Arguments(*arguments))[::2], dtype=torch.float32)
 
 
-def gradient_norms_native(grads: Sequence[Tensor]) -> Tensor:
+def gradient_norms_native(grads: Tensors) -> Tensor:
     assert backends.native is not None
-    sums = backends.native.gradient_norms(
-        backends.addresses(grads), [g.numel() for g in grads], _dtype_codes(grads), torch.get_num_threads()
-    )
+    addresses, counts = [g.data_ptr() for g in grads], [g.numel() for g in grads]
+    dtypes = [backends.DTYPE_CODES[g.dtype] for g in grads]
+    sums = backends.native.gradient_norms(addresses, counts, dtypes, torch.get_num_threads())
     return torch.tensor(sums, dtype=torch.float32)
 
 
@@ -380,23 +318,13 @@ _RULE_CODES = {name: code for code, name in enumerate(table.RULES)}
 
 def _call_native(what: str, a: Arguments) -> list[float]:
     assert backends.native is not None
-    return backends.native.step(
-        _RULE_CODES[a.rule],
-        *(backends.addresses(tensors) for tensors in a[:4]),
-        [p.numel() for p in a.params],
-        _dtype_codes(a.params),
-        _dtype_codes(a.grads),
-        a.scalars.data_ptr(),
-        a.block,
-        *(a.signed.data_ptr(), a.signed.numel(), a.unsigned.data_ptr(), a.unsigned.numel()),
-        a.code == "quadratic",
-        table.PASSES.index(what),
-        torch.get_num_threads(),
-    )
-
-
-def _dtype_codes(tensors: Sequence[Tensor]) -> list[int]:
-    return [backends.DTYPE_CODES[x.dtype] for x in tensors]
+    addresses = ([x.data_ptr() for x in tensors] for tensors in a[:4])
+    counts = [p.numel() for p in a.params]
+    dtypes = ([backends.DTYPE_CODES[x.dtype] for x in tensors] for tensors in a[:2])
+    books = (a.signed.data_ptr(), a.signed.numel(), a.unsigned.data_ptr(), a.unsigned.numel())
+    rest = (a.code == "quadratic", table.PASSES.index(what), torch.get_num_threads())
+    rule, scalars = _RULE_CODES[a.rule], a.scalars.data_ptr()
+    return backends.native.step(rule, *addresses, counts, *dtypes, scalars, a.block, *books, *rest)
 
 
 if backends.native is not None:

@@ -72,7 +72,7 @@ INLINE vi cut(vf parts, vi phase) {
   return (round_to_int(parts) + (vi)((vu)phase >> (32 - PART_BITS))) >> PART_BITS;
 }
 
-// PARTS times that of `halve`: the exponent takes it along.
+// PARTS * halve(x): PARTS is a power of two, so it is added to the exponent.
 INLINE vf halve_in_parts(vf x) { return (vf)((bits(x) >> 1) + ((ONE >> 1) + (PART_BITS << 23))); }
 
 INLINE vi root_code(vf x, vi phase, vf inverse) {

@@ -2,7 +2,7 @@
 
 A rule is one equation that several optimizers use with different coefficients. All coefficients of one tensor at one
 step are a row with the columns `SCALARS`. `rows` builds the rows of many tensors: in float64, rounded to float32 once.
-So the kernels contain only arithmetic, and every twin does the same.
+So the kernels contain only arithmetic, and all kernels do the same.
 
     steps = torch.tensor([1.0])                        # the number of this step, for each tensor
     row = rules.rows(steps, lr=0.1, beta1=0.9, gain1=0.1, mix_m=1.0)            # m <- 0.9 m + 0.1 g;  p <- p - 0.1 m
@@ -30,6 +30,7 @@ GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS
 Number = float | Tensor
 Row = list[float]
 Moments = tuple[Tensor, ...]
+Update = Callable[..., tuple[Tensor, Moments]]
 
 # Neutral: the gradient is not scaled, the parameter does not decay, and the averages keep nothing.
 _NEUTRAL: dict[str, Number] = {**dict.fromkeys(SCALARS, 0.0), "grad_scale": 1.0, "decay": 1.0, "debias": 1.0}
@@ -92,18 +93,16 @@ class Rule:
     """The states of a rule (True: signed), and its update."""
 
     signed: tuple[bool, ...]
-    update: Callable[..., tuple[Tensor, Moments]]
+    update: Update
 
 
-_UPDATES: tuple[Callable[..., tuple[Tensor, Moments]], ...] = (
-    *(_adamw, _momentum, _lion, _rms, _ademamix),
-    *(_rms_momentum, _rms_centered, _rms_centered_momentum),
-)
+_UPDATES: list[Update] = [_adamw, _momentum, _lion, _rms, _ademamix]
+_UPDATES += [_rms_momentum, _rms_centered, _rms_centered_momentum]
 RULES = {
-    update.__name__[1:]: Rule(tuple(state == "m" for state in table.RULES[update.__name__[1:]]), update)
-    for update in _UPDATES
+    name: Rule(tuple(state == "m" for state in states), update)
+    for (name, states), update in zip(table.RULES.items(), _UPDATES, strict=True)
 }
-assert list(RULES) == list(table.RULES), "the equations and trimtab/ops/native/table.py list different rules"
+assert all(f"_{name}" == rule.update.__name__ for name, rule in RULES.items()), "trimtab/ops/native/table.py differs"
 
 
 # --- Rows, and what several optimizers compute alike
@@ -175,15 +174,15 @@ def debiased(table: Tensor) -> Tensor:
 
 
 def rms_from_ratios(ratios: Tensor, numels: Tensor) -> Tensor:
-    """RMS_t of each tensor, from `gradient_ratios`: near 1 while v follows g², higher when v is out of date.
-
-    0 for an empty tensor.
-    """
+    """RMS_t of each tensor, from `gradient_ratios`: near 1 while v follows g², higher when v is out of date."""
     return (ratios.double() / numels.clamp(min=1)).sqrt()
 
 
 def trust_from_norms(norms: Tensor, *, bound: float | None = None) -> Tensor:
-    """‖p‖ / ‖update‖ of each tensor, from `step_norms`; 1 where either is zero. With `bound`, min(1, bound · ratio)."""
+    """‖p‖ / ‖update‖ of each tensor, from `step_norms`. With `bound`, min(1, bound · ratio).
+
+    1 where either is zero or the ratio is not finite: a NaN in its row would skip the tensor.
+    """
     weight, update = norms[:, 0].double().sqrt(), norms[:, 1].double().sqrt()
     ratio = weight / update if bound is None else (bound * weight / update).clamp(max=1)
-    return torch.where((weight == 0) | (update == 0), 1.0, ratio)
+    return torch.where((weight != 0) & (update != 0) & ratio.isfinite(), ratio, 1.0)

@@ -108,9 +108,7 @@ class Batch:
 
     def arguments(self, rows: Tensor) -> Arguments:
         """The arguments of the ops in trimtab.ops.step."""
-        states, absmax = self._states(self.names)
-        books, rule = self.storage.books(rows.device), str(self.rule)
-        return Arguments(self.params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block)
+        return self._arguments(rows, self.params, self.names, str(self.rule))
 
     def norms(self, rows: Tensor) -> Tensor:
         """`step_norms`: the sums of p² and of (change of p)² that a step with these rows would make."""
@@ -118,17 +116,17 @@ class Batch:
 
     def ratios(self, rows: Tensor) -> Tensor:
         """`gradient_ratios`, with the bias-corrected second moment."""
-        states, absmax = self._states(self.names[-1:])
-        _, book = self.storage.books(rows.device)
-        debiased = rules.debiased(rows)
-        return ratios_unchecked(self.grads, states, absmax, debiased, book, self.storage.code, self.block)
+        return ratios_unchecked(*self._arguments(rules.debiased(rows), self.grads, self.names[-1:], "rms"))
 
-    def _states(self, names: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
+    def _arguments(self, rows: Tensor, params: list[Tensor], names: Sequence[str], rule: str) -> Arguments:
         """States and absmax: all of the first moment, then the next, each in memory order."""
         suffix = "" if self.storage.bits == 32 else "_codes"
-        found = [state[name + suffix] for name in names for state in self.kept]
+        states = [state[name + suffix] for name in names for state in self.kept]
         absmax = [state[f"{name}_absmax"] for name in names for state in self.kept] if suffix else []
-        return found if all(x.is_contiguous() for x in found) else [flat(x) for x in found], absmax
+        if not all(x.is_contiguous() for x in states):
+            states = [flat(x) for x in states]
+        books = self.storage.books(rows.device)
+        return Arguments(params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block)
 
 
 def new_moment(like: Tensor, name: str, storage: Storage, *, signed: bool, value: float = 0.0) -> dict[str, Tensor]:
