@@ -62,7 +62,7 @@ def test_a_growing_file_is_read_on_and_a_truncated_one_from_its_start(tmp_path):
 def test_a_log_that_must_be_intact_is_refused_if_it_is_not(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"step": 1}\nnot json\n')
-    with pytest.raises(RunError, match="has a line that is not JSON: 'not json"):
+    with pytest.raises(RunError, match="has a line that is not a JSON object: 'not json"):
         list(read_lines(path))
 
 
