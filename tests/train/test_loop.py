@@ -29,7 +29,7 @@ from tests.train.runs import (
 from trimtab.nn import ConfigError
 from trimtab.schedule import LearningRate
 from trimtab.train import BatchConfig, OptimConfig, RunError, evaluate, load_run, loop, resume, sample, train
-from trimtab.train.compilations import Compilations
+from trimtab.train.compilations import count_shapes
 from trimtab.train.config import load_config
 from trimtab.train.plan import simulate
 
@@ -390,16 +390,16 @@ def test_there_is_one_compilation_per_length_however_many(tmp_path, compiled):
 
 @warns
 def test_compilations_beyond_what_was_expected_are_an_error_and_not_a_fallback(tmp_path, monkeypatch, compiled):
-    monkeypatch.setattr(Compilations, "__init__", lambda self, _: self.__dict__.update(most=1, compiles=True))
+    monkeypatch.setattr(loop, "count_shapes", lambda config: 1)
     with pytest.raises(Exception, match="recompile_limit"):
         go(tiny(tmp_path, start=8, compile=True), tmp_path / "run")
 
 
 def test_shapes_are_lengths_times_batches(tmp_path):
-    assert Compilations(tiny(tmp_path)).most == 1
-    assert Compilations(tiny(tmp_path, start=8)).most == 4
-    assert Compilations(tiny(tmp_path, grows=GROWS)).most == 2
-    assert Compilations(tiny(tmp_path, grows=GROWS, micro_batch=1)).most == 1
+    assert count_shapes(tiny(tmp_path)) == 1
+    assert count_shapes(tiny(tmp_path, start=8)) == 4
+    assert count_shapes(tiny(tmp_path, grows=GROWS)) == 2
+    assert count_shapes(tiny(tmp_path, grows=GROWS, micro_batch=1)) == 1
 
 
 @pytest.mark.slow

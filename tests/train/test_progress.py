@@ -1,11 +1,13 @@
 """What a person sees: one line in place on a terminal, plain lines elsewhere, nothing from other processes."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tests.train.runs import tiny
+from trimtab.recipes import gpt_tiny
 from trimtab.runs import StepRecord
 from trimtab.train import train
 from trimtab.train.progress import ProgressLine
@@ -17,11 +19,11 @@ def record(step: int, *, loss: float = 2.5) -> StepRecord:
     return StepRecord(step=step, **clocks, loss=loss, **rest)
 
 
-def shown(terminal: bool, **options: object) -> tuple[ProgressLine, io.StringIO]:
+def shown(terminal: bool, *, shows: bool = True, **changes: object) -> tuple[ProgressLine, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
-    given = {"steps": 100, "tokens": None, "every": 10, "shows": True, **options}
-    return ProgressLine(console=console, **given), out
+    config = replace(gpt_tiny(), **{"steps": 100, "log_every": 10, **changes})
+    return ProgressLine(config, shows=shows, console=console), out
 
 
 def test_elsewhere_there_are_plain_lines_now_and_then():
@@ -73,7 +75,7 @@ def test_other_processes_show_nothing(terminal):
 
 
 def test_a_loss_that_is_no_number_can_be_shown():
-    line, out = shown(terminal=False, every=1)
+    line, out = shown(terminal=False, log_every=1)
     line.show(record(2, loss=float("nan")))
     assert "loss nan" in out.getvalue()
 

@@ -1,9 +1,10 @@
-"""One process or many: rank, device, collectives, and how a model is distributed.
+"""One process or many: rank, device, collectives, random generators, and how a model is distributed.
 
 `torchrun --nproc-per-node 2 -m trimtab train ...` starts several, with gloo on CPUs and NCCL on GPUs. With one process
 all of this does nothing.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -75,6 +76,24 @@ class Processes:
             if failed is not None:
                 raise error or failed
         return cast(Result, result)
+
+    def seed_generators(self, seed: int, step: int) -> None:
+        """Start random numbers that differ between processes."""
+        digest = hashlib.sha256(f"{seed}:{step}:{self.rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def read_generators(self) -> list[dict[str, str]]:
+        """The states of the random generators of all processes, as hexadecimal text for JSON."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return self.gather({name: bytes(x.tolist()).hex() for name, x in states.items()})
+
+    def restore_generators(self, saved: list[dict[str, str]]) -> None:
+        states = {name: torch.tensor(list(bytes.fromhex(x)), dtype=torch.uint8) for name, x in saved[self.rank].items()}
+        torch.set_rng_state(states["cpu"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
 
     @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
