@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.conftest import assert_same, seed
@@ -19,7 +20,7 @@ from trimtab.runs import files as files_module
 from trimtab.runs.files import sha256_of
 from trimtab.train import CheckpointError, Checkpoints, RunError, evaluate, load_run, resume, train
 from trimtab.train.processes import Processes
-from trimtab.train.tensors import read_tensors, write_tensors
+from trimtab.train.tensors import write_tensors
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -68,7 +69,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
         "transposed": torch.randn(5, 2, generator=seed(1)).to(dtype).t(),
     }
     entry = write_tensors(tmp_path / "x.safetensors", tensors)
-    read = read_tensors(tmp_path / "x.safetensors")
+    read = load_file(tmp_path / "x.safetensors")
     assert read.keys() == tensors.keys()
     for name, x in tensors.items():
         assert_same(read[name], x)
@@ -83,7 +84,7 @@ def test_large_tensors_are_hashed_piece_by_piece(tmp_path, monkeypatch):
     x = torch.randn(12_345, generator=seed(0))
     entry = write_tensors(tmp_path / "x.safetensors", {"x": x})
     assert entry["sha256"] == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
-    assert_same(read_tensors(tmp_path / "x.safetensors")["x"], x)
+    assert_same(load_file(tmp_path / "x.safetensors")["x"], x)
 
 
 # --- Saving and loading

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.train.runs import (
     assert_same_run,
@@ -28,7 +29,7 @@ from tests.train.runs import (
 )
 from trimtab import cli
 from trimtab.runs import RunLog, StepRecord, files, lock_folder, log
-from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, tensors, train
+from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, train
 from trimtab.train.processes import Processes
 
 LONG = 40  # steps of a run that is killed on the way
@@ -193,7 +194,7 @@ def test_killed_while_writing_a_checkpoint_the_one_before_is_the_last(whole, tmp
 def names_of_tensors(whole: Path) -> list[str]:
     """Names of all tensors in a checkpoint: as many pieces are written, and the headers."""
     folder = whole / "run" / "checkpoints" / f"step-{LONG:08d}"
-    parts = [tensors.read_tensors(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
+    parts = [load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
     return [name for part in parts for name in part] + ["header"]
 
 

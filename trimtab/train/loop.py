@@ -60,7 +60,7 @@ def train(config: RunConfig, out: Path, *, console: Console | None = None) -> di
         group.barrier()  # all processes have checked the folder
         with group.locked(out):
             try:
-                group.run_on_all(lambda: log.create(to_json(config), **_facts(task)))
+                group.run_on_first(lambda: log.create(to_json(config), **_facts(task)))
             except OSError as error:
                 raise RunError(f"cannot write to {out}: {error.strerror}") from None
             return run.run()
@@ -94,7 +94,7 @@ def resume(
         run = _Run(config, task, log, group, console)
         run.load(step, force=force)
         if changed:  # the next resume continues with the new config
-            group.run_on_all(lambda: log.write_config(to_json(config), **_facts(task)))
+            group.run_on_first(lambda: log.write_config(to_json(config), **_facts(task)))
             log.event(EventKind.FORCED, changed={name: [old, new] for name, old, new in changed})
         return run.run()
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from trimtab.runs import RunError, lock_folder
 from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
-Result = TypeVar("Result")
 # Words in the errors of gloo and NCCL when another process does not answer.
 _LOST = ("connection", "peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
 
@@ -64,18 +63,17 @@ class Processes:
         dist.all_gather_object(found, value)
         return found
 
-    def run_on_all(self, work: Callable[[], Result]) -> Result:
-        """Call `work` on every process. An OSError or RunError of one is raised by all, so that none waits forever."""
-        result: Result | None = None
+    def run_on_first(self, work: Callable[[], None]) -> None:
+        """Call `work` on the first process. Its OSError or RunError is raised by all, so that none waits forever."""
         error: OSError | RunError | None = None
         try:
-            result = work()
+            if self.rank == 0:
+                work()
         except (OSError, RunError) as caught:
             error = caught
-        for failed in self.gather(error):
-            if failed is not None:
-                raise error or failed
-        return cast(Result, result)
+        first = self.gather(error)[0]
+        if first is not None:
+            raise error or first
 
     def seed_generators(self, seed: int, step: int) -> None:
         """Start random numbers that differ between processes."""
@@ -99,7 +97,7 @@ class Processes:
     def locked(self, folder: Path) -> Iterator[None]:
         """The first process locks the folder. All raise RunError if it is in use."""
         with ExitStack() as stack:
-            self.run_on_all(lambda: stack.enter_context(lock_folder(folder)) if self.rank == 0 else None)
+            self.run_on_first(lambda: stack.enter_context(lock_folder(folder)))
             yield
 
     def is_lost(self, error: RuntimeError) -> bool:
