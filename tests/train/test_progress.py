@@ -43,8 +43,7 @@ def test_on_a_terminal_one_line_stays_in_place():
     line, out = shown(terminal=True)
     for step in range(1, 31):
         line.show(record(step))
-    assert line.live is not None
-    line.live.refresh()
+    line.progress.refresh()
     line.print("validation loss 2.0000")
     line.close()
     text = out.getvalue()
@@ -57,8 +56,7 @@ def test_on_a_terminal_one_line_stays_in_place():
 def test_the_time_left_goes_by_tokens_where_they_end_the_run():
     line, _ = shown(terminal=True, tokens=1280)
     line.show(record(5))
-    assert line.live is not None
-    task = line.live.tasks[0]
+    task = line.progress.tasks[0]
     assert (task.completed, task.total) == (640, 1280)
     line.show(record(11))
     assert task.completed == 1280

@@ -335,16 +335,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint at the known (dotted) name that is meant, or "": the same last part, its initials, or similar letters."""
     known = list(known)
     group, _, name = word.rpartition(".")
-    ends = {other: other.rpartition(".")[2].lstrip("-") for other in known}
     beside = [other for other in known if other.rpartition(".")[0] == group]
-    initials = "".join(part[:1] for part in re.split("[-_]", name.lstrip("-")))
-    for wanted in (name.lstrip("-"), initials):
-        same = [other for other in (*beside, *known) if ends[other] == wanted]
-        if same:
-            return f" Did you mean {same[0]!r}?"
-    close = difflib.get_close_matches(word, beside if group else [], n=1, cutoff=0.7)
-    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    name = name.lstrip("-")
+    initials = "".join(part[:1] for part in re.split("[-_]", name))
+    ends = [(other, other.rpartition(".")[2].lstrip("-")) for other in (*beside, *known)]
+    meant = [other for wanted in (name, initials) for other, end in ends if end == wanted]
+    meant = meant or difflib.get_close_matches(word, beside if group else [], n=1, cutoff=0.7)
+    meant = meant or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {meant[0]!r}?" if meant else ""
 
 
 _FOLLOWS = {"schedule.seqlen.end": "model.context", "schedule.batch.end": "batch"}
@@ -354,9 +352,10 @@ _FOLLOWS = {"schedule.seqlen.end": "model.context", "schedule.batch.end": "batch
 def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
     """The types of all fields by dotted name."""
     found: dict[str, Any] = {}
-    for name, kind in get_type_hints(cls).items():
-        inner: Any = kind if is_dataclass(kind) else None
-        found |= _fields(inner, f"{prefix}{name}.") if inner else {prefix + name: kind}
+    hints: dict[str, Any] = get_type_hints(cls)
+    for name, kind in hints.items():
+        nested = isinstance(kind, type) and is_dataclass(kind)
+        found |= _fields(kind, f"{prefix}{name}.") if nested else {prefix + name: kind}
     return found
 
 
@@ -418,4 +417,4 @@ def _check_choices(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigError(f"{name}={value!r} is not known; try one of {', '.join(map(repr, get_args(hint)))}")
+            raise ConfigError(f"{name}={value!r} {_requirement(hint)}")

@@ -132,17 +132,12 @@ class _Run:
         self.board.open(self.log.folder, step)
         if step:
             self.line.print(f"resumed at step {step}")
-        compilations: dict[str, int] = {}
+        most = count_shapes(config) if config.compile else None
+        if most is not None:
+            self.line.print(f"torch.compile: at most {most} compilations, one per batch shape")
         try:
-            with catch_signals() as stop:
-                if config.compile:
-                    most = count_shapes(config)
-                    self.line.print(f"torch.compile: at most {most} compilations, one per batch shape")
-                    with limit_compilations(most) as count:
-                        why = self._loop(stop)
-                        compilations = {"compilations": count(), "most_compilations": most}
-                else:
-                    why = self._loop(stop)
+            with catch_signals() as stop, limit_compilations(most) as count:
+                why = self._loop(stop)
         except RuntimeError as error:
             if not self.group.is_lost(error):
                 raise
@@ -155,11 +150,12 @@ class _Run:
                 output.close()
         result = Result(
             why=why,
-            **asdict(self.state.clock),
+            **vars(self.state.clock),
             validation_loss=self.state.best_loss,
             skipped=self.state.skipped,
             waited_s=round(self.batches.waited_s, 3),
-            **compilations,
+            compilations=None if most is None else count(),
+            most_compilations=most,
         )
         if not why.resumable:
             self.log.finish(result)
@@ -242,7 +238,7 @@ class _Run:
         rms = getattr(self.optimizer, "rms", torch.empty(0))
         rms = rms[rms.isfinite()]
         return StepRecord(
-            **asdict(clock),
+            **vars(clock),
             step_seconds=round(seconds, 6),
             loss=loss.item(),
             lr=lr,

@@ -160,7 +160,7 @@ class ModuleBatches:
     def _restart(self) -> None:
         self._taken = 0
         self._source: Any = self._open(self.seed)
-        self._placed = all(callable(getattr(self._source, name, None)) for name in ("next", "state", "load"))
+        self._placed: bool = all(callable(getattr(self._source, name, None)) for name in ("next", "state", "load"))
         if not self._placed and not isinstance(self._source, Iterable):
             got = _kind(self._source)
             raise ConfigError(f"{self.build}: data({self.split!r}, seed) must return batches, got {got}")

@@ -1,6 +1,5 @@
 """The progress of a run: one line that is updated on a terminal, plain lines elsewhere, and scalars for TensorBoard."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,13 @@ class ProgressLine:
 
     def __init__(self, config: RunConfig, *, shows: bool, console: Console | None = None) -> None:
         self.console = console or Console()
-        self.total, self.unit = (config.steps, "step") if config.tokens is None else (config.tokens, "tokens")
-        self.every, self.shows = config.log_every, shows
-        self.first: tuple[float, int] | None = None  # time and position of the first line
-        self.tokens_per_s = 0.0
-        self.live: Progress | None = None
-        if shows and self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn(compact=True))
-            self.live = Progress(*columns, console=self.console, transient=True)
-            self.task = self.live.add_task("starting", total=self.total)
-            self.live.start()
+        self.unit, total = ("step", config.steps) if config.tokens is None else ("tokens", config.tokens)
+        self.every, self.shows, self.tokens_per_s = config.log_every, shows, 0.0
+        self.live = shows and self.console.is_terminal
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn(compact=True))
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.live)
+        self.progress.add_task("starting", total=total)
+        self.progress.start()
 
     def show(self, record: StepRecord) -> None:
         if not self.shows:
@@ -38,26 +34,20 @@ class ProgressLine:
         self.tokens_per_s = speed if self.tokens_per_s == 0 else 0.9 * self.tokens_per_s + 0.1 * speed
         text = f"step {record.step}  loss {record.loss:.4f}  lr {record.lr:.2e}  length {record.length}  "
         text += f"{self.tokens_per_s:,.0f} tokens/s"
-        if self.live is not None:
-            self.live.update(self.task, description=text, completed=min(getattr(record, self.unit), self.total))
-        elif record.step % self.every == 0 or record.step == 1:
-            self.print(f"{text}  {self._time_left(getattr(record, self.unit))}")
+        (task,) = self.progress.tasks
+        self.progress.update(task.id, description=text, completed=min(getattr(record, self.unit), task.total or 0))
+        if not self.live and (record.step % self.every == 0 or record.step == 1):
+            if (seconds := task.time_remaining) is not None:
+                text += f"  {seconds / 60:.1f} min left" if seconds >= 90 else f"  {seconds:.0f} s left"
+            self.print(text)
 
     def print(self, text: str) -> None:
         if self.shows:
-            (self.live.console if self.live is not None else self.console).print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
-
-    def _time_left(self, done: int) -> str:
-        if self.first is None:
-            self.first = (time.perf_counter(), done)
-            return ""
-        seconds = (time.perf_counter() - self.first[0]) / max(1, done - self.first[1]) * (self.total - done)
-        return f"{seconds / 60:.1f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
+        if self.live:
+            self.progress.stop()
 
 
 class TensorBoard:
