@@ -1,4 +1,4 @@
-"""Configs: checked when built, the same after a trip through JSON, and honest about what changed."""
+"""Configs: checked when built, unchanged by JSON, compared field by field."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from trimtab.train.config import FREE, ModuleConfig, did_you_mean, differences, 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_json(name):
+def test_every_recipe_is_unchanged_by_json(name):
     config = RECIPES[name]()
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
@@ -40,11 +40,10 @@ def test_the_kind_of_run_is_saved(tmp_path):
         ({"micro_batch": 3}, "micro_batch=3 does not divide batch=4; try 1"),
         ({"micro_batch": 0}, "micro_batch=0 does not divide batch=4; try 4"),
         ({"autocast": "float16"}, "autocast='float16' is not known; try one of 'off', 'bfloat16'"),
-        ({"autocast": "float8"}, "autocast='float8' is not known; try one of 'off', 'bfloat16'"),
         ({"parallel": "zero"}, "parallel='zero' is not known; try one of 'ddp', 'fsdp2'"),
     ],
 )
-def test_a_wrong_field_is_refused_with_what_would_work(tmp_path, change, message):
+def test_a_wrong_field_is_refused_with_a_remedy(tmp_path, change, message):
     with pytest.raises(ConfigError) as error:
         tiny(tmp_path, **change)
     assert message in str(error.value)
@@ -62,7 +61,7 @@ def test_a_wrong_field_is_refused_with_what_would_work(tmp_path, change, message
         ({"name": "torch-adamw"}, "try optim.bits=32"),
     ],
 )
-def test_a_wrong_optimizer_is_refused_with_what_would_work(change, message):
+def test_a_wrong_optimizer_is_refused_with_a_remedy(change, message):
     with pytest.raises(ConfigError) as error:
         OptimConfig(**change)
     assert message in str(error.value)
@@ -189,7 +188,7 @@ def test_text_is_parsed_by_the_type_of_the_field():
         ({"schedule.batch.end": 16}, "schedule.batch.end is not a field: it is always batch. Set batch instead"),
     ],
 )
-def test_a_wrong_override_is_refused_with_what_would_work(values, message):
+def test_a_wrong_override_is_refused_with_a_remedy(values, message):
     with pytest.raises(ConfigError) as error:
         with_values(RECIPES["gpt-lab"](), values)
     assert message in str(error.value)

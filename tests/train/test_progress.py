@@ -1,4 +1,4 @@
-"""What a person sees: one line in place on a terminal, plain lines elsewhere, nothing from other processes."""
+"""Progress: one updated line on a terminal, plain lines elsewhere, nothing from other processes."""
 
 import io
 from dataclasses import replace
@@ -26,7 +26,7 @@ def shown(terminal: bool, *, shows: bool = True, **changes: object) -> tuple[Pro
     return ProgressLine(config, shows=shows, console=console), out
 
 
-def test_elsewhere_there_are_plain_lines_now_and_then():
+def test_without_a_terminal_there_is_a_plain_line_every_few_steps():
     line, out = shown(terminal=False)
     for step in range(1, 31):
         line.show(record(step))
@@ -39,7 +39,7 @@ def test_elsewhere_there_are_plain_lines_now_and_then():
     assert "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_one_line_stays_in_place():
+def test_on_a_terminal_one_line_is_updated():
     line, out = shown(terminal=True)
     for step in range(1, 31):
         line.show(record(step))
@@ -50,10 +50,10 @@ def test_on_a_terminal_one_line_stays_in_place():
     assert "\x1b[" in text  # moved and cleared
     assert "loss 2.5000  lr 3.00e-03  length 32  256 tokens/s" in text
     assert "validation loss 2.0000" in text
-    assert text.endswith("\x1b[2K")  # and gone at the end
+    assert text.endswith("\x1b[2K")  # and removed at the end
 
 
-def test_the_time_left_goes_by_tokens_where_they_end_the_run():
+def test_the_time_left_is_by_tokens_if_they_end_the_run():
     line, _ = shown(terminal=True, tokens=1280)
     line.show(record(5))
     task = line.progress.tasks[0]
@@ -72,7 +72,7 @@ def test_other_processes_show_nothing(terminal):
     assert out.getvalue() == ""
 
 
-def test_a_loss_that_is_no_number_can_be_shown():
+def test_a_loss_that_is_nan_can_be_shown():
     line, out = shown(terminal=False, log_every=1)
     line.show(record(2, loss=float("nan")))
     assert "loss nan" in out.getvalue()
