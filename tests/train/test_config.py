@@ -172,7 +172,7 @@ def test_text_is_parsed_by_the_type_of_the_field():
         ({"optim.eps": "inf"}, "optim.eps='inf' is not a finite number"),
         ({"optim.name": "adam8"}, "optim.name='adam8' is not known; try one of 'adamw', 'stable-adamw'"),
         ({"optim.bits": "4"}, "optim.bits='4' is not known; try one of 8, 32"),
-        ({"optim": 3}, "optim has fields of its own; set one of them: optim has name, lr"),
+        ({"optim": 3}, "optim is a group of fields; set one of them: optim has name, lr"),
         ({"batch.size": 3}, "batch.size: batch has no fields"),
         ({"compile": 1}, "compile=1 is not true or false"),
         ({"data.corpus": 1}, "data.corpus=1 is not text"),
@@ -194,7 +194,7 @@ def test_a_wrong_override_is_refused_with_a_remedy(values, message):
     assert message in str(error.value)
 
 
-def test_options_of_a_model_of_the_users_own_are_free():
+def test_options_of_a_user_defined_model_are_not_checked():
     config = ModuleRun(
         model=ModuleConfig(build="a:b"),
         optim=OptimConfig(),

@@ -49,7 +49,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-# --- In processes of their own
+# --- Functions that run in separate processes
 
 
 def begin(config: Path, run: Path) -> None:

@@ -34,9 +34,9 @@ class RunLog:
         folder = self.folder
         try:
             if self.paths.config.exists():
-                raise RunError(f"{folder} already holds a run; `trimtab resume {folder}`, or take another --out")
+                raise RunError(f"{folder} already holds a run; `trimtab resume {folder}`, or use another --out")
             if folder.exists() and any(path.name[0] != "." for path in folder.iterdir()):
-                raise RunError(f"{folder} is not empty and holds no run; take another --out")
+                raise RunError(f"{folder} is not empty and holds no run; use another --out")
             nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             if not nearest.is_dir():
                 raise RunError(f"cannot write to {folder}: {nearest} is not a folder")

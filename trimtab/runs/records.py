@@ -164,7 +164,7 @@ class Result(Clock):
     most_compilations: int | None = None
 
     def to_json(self) -> Json:
-        values = {"why": "", **asdict(self)} | {"why": str(self.why)}
+        values = asdict(self) | {"why": str(self.why)}
         return {k: v for k, v in values.items() if v is not None or "compilations" not in k}
 
     @classmethod

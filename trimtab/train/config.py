@@ -1,6 +1,6 @@
 """The config of a run: a frozen dataclass that is checked when it is built and saved with the run.
 
-There is one class per kind of model: `GPTRun`, `CLIPRun`, and `ModuleRun` for a model of the user's own. A recipe
+There is one class per kind of model: `GPTRun`, `CLIPRun`, and `ModuleRun` for a user-defined model. A recipe
 (trimtab/recipes.py) is a function that returns a config.
 
     config = with_values(gpt_tiny(), {"optim.lr": 0.01, "model.context": 64})      # dotted names, checked
@@ -146,7 +146,7 @@ class WatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleConfig:
-    """A model and data of the user's own: a function and its arguments. See module.py."""
+    """A user-defined model and data: a function and its arguments. See module.py."""
 
     build: str  # "package.file:function"
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # keyword arguments; JSON values
@@ -242,7 +242,7 @@ class CLIPRun(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRun(RunConfig):
-    """Train a model of the user's own."""
+    """Train a user-defined model."""
 
     model: ModuleConfig
 
@@ -360,7 +360,7 @@ def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _find_type(cls: Any, name: str) -> Any:
-    """The type of the field with this dotted name; Any for an option of the user's own model."""
+    """The type of the field with this dotted name; Any for an option of a user-defined model."""
     known = _fields(cls)
     if name in known:
         return known[name]
@@ -377,7 +377,7 @@ def _find_type(cls: Any, name: str) -> Any:
     inside = dict.fromkeys(n.removeprefix(f"{group}.").split(".")[0] for n in known if not group or n.startswith(group))
     has = f"{group or cls.__name__} has {', '.join(inside)}"
     if group == name:
-        raise ConfigError(f"{name} has fields of its own; set one of them: {has}")
+        raise ConfigError(f"{name} is a group of fields; set one of them: {has}")
     raise ConfigError(f"{name} is not a field of {cls.__name__}.{did_you_mean(name, known)} {has}")
 
 

@@ -72,7 +72,7 @@ def sample(
     """The prompt and the text that a trained GPT continues it with."""
     config, model, _ = load_run(folder, step)
     if not isinstance(config, GPTRun):
-        kind = "a CLIP" if isinstance(config, CLIPRun) else "a model of the user's own"
+        kind = "a CLIP" if isinstance(config, CLIPRun) else "a user-defined model"
         raise RunError(f"{folder} holds {kind}, which writes no text; try `trimtab eval {folder}`")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise RunError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")

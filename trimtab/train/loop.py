@@ -141,7 +141,7 @@ class _Run:
         except RuntimeError as error:
             if not self.group.is_lost(error):
                 raise
-            self.log.event(EventKind.STOPPED, reason=f"another process is gone: {str(error).splitlines()[0]}")
+            self.log.event(EventKind.STOPPED, reason=f"another process has ended: {str(error).splitlines()[0]}")
             raise ProcessLost(
                 f"another process has ended, so this one stops; continue with `trimtab resume {self.log.folder}`"
             ) from error

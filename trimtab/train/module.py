@@ -1,4 +1,4 @@
-"""A model and data of the user's own in the training loop, given as `package.file:function`.
+"""A user-defined model and data in the training loop, given as `package.file:function`.
 
     def build(width=64, depth=2):                      the options of the config, as keywords
         model = MyModel(width, depth)                  model(**batch) is the loss, or has it as `.loss`
@@ -8,7 +8,7 @@
                 yield {"x": ..., "y": ...}             tensors, one batch
         return model, data                             or model, data, a hash of the data
 
-Batches are made in a thread, so they need a random generator of their own. If the iterable ends, `data` is called again
+Batches are made in a thread, so they need their own random generator. If the iterable ends, `data` is called again
 with a seed that is 1000 higher. A resume makes the batches again and skips those that were used; an object with
 `next(batch)`, `state()` and `load(state)` is positioned directly.
 
@@ -44,7 +44,7 @@ class Built(NamedTuple):
 
 
 def module_run(build: str, *, steps: int = 500, batch: int = 16, options: Mapping[str, Any] | None = None) -> ModuleRun:
-    """The default config for a model of the user's own, with AdamW. Imports the function but does not call it."""
+    """The default config for a user-defined model, with AdamW. Imports the function but does not call it."""
     find_function(build)
     lr = LearningRate(kind="cosine", warmup=max(steps // 20, 1), floor=1e-5)
     return ModuleRun(
