@@ -7,8 +7,6 @@ and the end of the run) and seconds. Only tokens that were trained on count, not
 import functools
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +49,7 @@ class Progress:
 
 def train(config: RunConfig, out: Path, *, console: Console | None = None) -> dict[str, Any]:
     """Train from the start into an empty folder; returns the result as JSON."""
-    with processes(config.parallel) as group, _threads(config.threads):
+    with processes(config.parallel, config.threads) as group:
         log = RunLog(out, writes=group.rank == 0)
         log.check_free()
         # Everything is built before anything is written: bad input leaves no files.
@@ -81,7 +79,7 @@ def resume(
     if changed and not force:
         name, old, new = changed[0]
         raise RunError(f"{name} was {old} and is now {new}, which changes the run; use --force to continue with it")
-    with processes(config.parallel) as group, _threads(config.threads), group.locked(out):
+    with processes(config.parallel, config.threads) as group, group.locked(out):
         task = build_task(config, group)
         if task.sha256 != facts.sha256:
             changed.append(("sha256", facts.sha256, task.sha256))
@@ -402,14 +400,3 @@ def _check_sizes(config: RunConfig, world: int) -> None:
             raise ConfigError(
                 f"a batch of {size} does not split over {world} processes{micro}; try a multiple of {parts}"
             )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -130,20 +130,20 @@ class Processes:
 
 
 @contextmanager
-def processes(parallel: Parallel) -> Iterator[Processes]:
-    """Join the process group if torchrun started this process, and leave it at the end."""
+def processes(parallel: Parallel, threads: int | None = None) -> Iterator[Processes]:
+    """Set the number of threads, and join the process group if torchrun started this process. Undone at the end."""
     gpus = torch.cuda.device_count()
-    started = not dist.is_initialized()
-    if os.environ.get("WORLD_SIZE", "1") == "1" and started:
-        yield Processes(device=torch.device("cuda" if gpus else "cpu"), parallel=parallel)
-        return
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else CPU
-    if started:
-        if gpus:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if gpus else "gloo")
-    try:
+    with ExitStack() as stack:
+        if threads is not None:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(threads)
+        if os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_initialized():
+            yield Processes(device=torch.device("cuda" if gpus else "cpu"), parallel=parallel)
+            return
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else CPU
+        if not dist.is_initialized():
+            if gpus:
+                torch.cuda.set_device(device)
+            dist.init_process_group("nccl" if gpus else "gloo")
+            stack.callback(dist.destroy_process_group)
         yield Processes(dist.get_rank(), dist.get_world_size(), device, parallel)
-    finally:
-        if started:
-            dist.destroy_process_group()
