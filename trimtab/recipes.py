@@ -1,7 +1,7 @@
 """Recipes: functions that return a RunConfig. `trimtab recipes` lists them.
 
 The tiny and small ones train on a laptop and download nothing. The large ones have the hyper-parameters of the papers;
-they need GPUs and data of your own (`--data.corpus`).
+they need GPUs and your own data (`--data.corpus`).
 """
 
 from collections.abc import Callable

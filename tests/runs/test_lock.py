@@ -27,7 +27,7 @@ def start_owner(folder, mode="alone"):
     return process
 
 
-def test_a_second_process_is_refused_and_told_the_first(tmp_path):
+def test_a_second_process_is_refused_with_the_first_ones_id(tmp_path):
     owner = start_owner(tmp_path / "run")
     try:
         with (

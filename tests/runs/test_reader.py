@@ -1,4 +1,4 @@
-"""The reader of a run folder: it reads on while a run is written, skips what is broken, and needs no torch."""
+"""The reader of a run folder: it follows a growing file, skips broken lines, and needs no torch."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from trimtab.runs import Lines, RunError, RunFolder, RunLog, read_lines, read_ru
 from trimtab.runs.reader import StepLog
 
 
-def test_broken_lines_are_skipped_and_counted_and_a_step_taken_twice_counts_once(tmp_path):
+def test_broken_lines_are_skipped_and_of_a_step_trained_twice_the_last_counts(tmp_path):
     text = '{"step": 1, "loss": 3.0}\nnot json\n{"step": 2, "loss": 2.0}\n{"step": 2, "loss": 5.0}\n[1]\n{"step": 3, "l'
     RunFolder(tmp_path).log.write_text(text)
     run = read_run(tmp_path)
@@ -44,7 +44,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         RunFolder(tmp_path).require_config()
 
 
-def test_a_growing_file_is_read_on_and_a_truncated_one_from_its_start(tmp_path):
+def test_a_growing_file_is_followed_and_a_truncated_one_read_again(tmp_path):
     path = tmp_path / "lines"
     lines = Lines(path)
     assert list(lines.read()) == []
@@ -62,7 +62,7 @@ def test_a_growing_file_is_read_on_and_a_truncated_one_from_its_start(tmp_path):
 def test_a_log_that_must_be_intact_is_refused_if_it_is_not(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"step": 1}\nnot json\n')
-    with pytest.raises(RunError, match="has a line that is not JSON: 'not json"):
+    with pytest.raises(RunError, match="has a line that is not a JSON object: 'not json"):
         list(read_lines(path))
 
 

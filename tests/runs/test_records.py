@@ -26,7 +26,7 @@ def step_record(step: int, **changes: float) -> StepRecord:
     return StepRecord(step=step, **(values | {"grad_norm": 1.0} | changes))
 
 
-def test_a_result_is_the_same_after_a_trip_through_json():
+def test_a_result_is_unchanged_by_json():
     result = Result(why=End.DIVERGED, step=7, samples=28, tokens=100, seconds=1.5, validation_loss=2.0, waited_s=0.1)
     assert Result.from_json(json.loads(json.dumps(result.to_json()))) == result
     compiled = Result(why=End.DONE, step=1, seconds=1.0, compilations=2, most_compilations=3)
@@ -71,7 +71,7 @@ def test_only_a_run_that_was_stopped_from_outside_is_resumable():
     assert [end for end in End if end.resumable] == [End.INTERRUPTED, End.TERMINATED]
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # the first example waits for imports
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first example includes the imports
 @given(st.dictionaries(st.sampled_from(KEYS), JSON))
 def test_reading_accepts_any_json(record):
     for kind in (Result, Event, SignalRecord, Failure):

@@ -1,4 +1,4 @@
-"""One thread: models this small gain nothing from two, and sums in another order are other sums."""
+"""One thread: these small models are not faster with two, and the order of sums must not change."""
 
 from collections.abc import Iterator
 

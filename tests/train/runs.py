@@ -1,4 +1,4 @@
-"""Small runs for tests: one layer of 32 over words made up here, a CLIP of 8-pixel shapes, and processes to kill."""
+"""Small runs for tests: one layer of 32 over random words, a CLIP of 8-pixel shapes, and processes to kill."""
 
 import contextlib
 import io
@@ -45,7 +45,7 @@ def write_words(path: Path, count: int = 12_000, seed: int = 0) -> Path:
 
 
 def tiny(folder: Path, *, start: int | None = None, grows: BatchConfig | None = None, **changes: Any) -> GPTRun:
-    """Twelve steps. One thread: sums in another order are other sums."""
+    """Twelve steps. One thread, so that sums are always in the same order."""
     text = folder / "words.txt"
     if not text.exists():
         write_words(text)
@@ -89,7 +89,7 @@ def tiny_clip(folder: Path, *, batch: int = 16, **changes: Any) -> CLIPRun:
     return replace(run, **changes)
 
 
-# --- What a run left behind
+# --- Reading a run back
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def read_events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def trajectory(run: Path) -> list[tuple[Any, ...]]:
-    """Everything of a log that does not depend on how quick the machine was."""
+    """Everything of a log that does not depend on the speed of the machine."""
     keys = ("step", "samples", "tokens", "loss", "lr", "length", "batch", "grad_norm", "rms_max")
     return [tuple(line.get(key) for key in keys) for line in read_log(run)]
 
@@ -151,7 +151,7 @@ def wait_for(condition: Callable[[], Any], process: BaseProcess | None = None) -
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert process is None or process.is_alive(), f"the process ended early, with {process.exitcode}"
-        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s in vain"
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s without success"
         time.sleep(0.005)
 
 
@@ -161,7 +161,7 @@ def count_steps(run: Path) -> int:
 
 
 def write_config(path: Path, config: RunConfig) -> Path:
-    """Configs travel to processes as the JSON that they are saved as."""
+    """Configs are given to processes as JSON."""
     from trimtab.train.config import to_json
 
     path.write_text(json.dumps(to_json(config)))

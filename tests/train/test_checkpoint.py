@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, believed only after a look at every byte, never unpickled."""
+"""Checkpoints: complete or absent, verified before they are loaded, never unpickled."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.conftest import assert_same, seed
@@ -19,7 +20,7 @@ from trimtab.runs import files as files_module
 from trimtab.runs.files import sha256_of
 from trimtab.train import CheckpointError, Checkpoints, RunError, evaluate, load_run, resume, train
 from trimtab.train.processes import Processes
-from trimtab.train.tensors import read_tensors, write_tensors
+from trimtab.train.tensors import write_tensors
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -68,7 +69,7 @@ def test_tensors_come_back_bit_for_bit(tmp_path, dtype):
         "transposed": torch.randn(5, 2, generator=seed(1)).to(dtype).t(),
     }
     entry = write_tensors(tmp_path / "x.safetensors", tensors)
-    read = read_tensors(tmp_path / "x.safetensors")
+    read = load_file(tmp_path / "x.safetensors")
     assert read.keys() == tensors.keys()
     for name, x in tensors.items():
         assert_same(read[name], x)
@@ -83,7 +84,7 @@ def test_large_tensors_are_hashed_piece_by_piece(tmp_path, monkeypatch):
     x = torch.randn(12_345, generator=seed(0))
     entry = write_tensors(tmp_path / "x.safetensors", {"x": x})
     assert entry["sha256"] == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
-    assert_same(read_tensors(tmp_path / "x.safetensors")["x"], x)
+    assert_same(load_file(tmp_path / "x.safetensors")["x"], x)
 
 
 # --- Saving and loading
@@ -112,13 +113,13 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"best.json"} | {f"step-{n:08d}" for n in (2, 4, 5)}
 
 
-def test_a_lower_loss_takes_over(tmp_path):
+def test_a_lower_loss_replaces_the_best(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3, keep=1, losses={1: 3.0, 2: 1.0, 3: 0.5})
     assert checkpoints.best == 3
     assert checkpoints.list_steps() == [3]
 
 
-def test_a_mark_that_cannot_be_read_marks_nothing(tmp_path):
+def test_an_unreadable_mark_of_the_best_is_ignored(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, losses={1: 1.0, 2: 2.0})
     (tmp_path / "best.json").write_text("{")
     assert checkpoints.best is None
@@ -145,7 +146,7 @@ def test_another_format_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_name_means_complete_before_everything_is_written(tmp_path, monkeypatch, name):
+def test_a_checkpoint_gets_its_name_after_everything_is_written(tmp_path, monkeypatch, name):
     checkpoints = saved(tmp_path, 1)
     real = files_module.HashedWriter.__exit__
 
@@ -161,7 +162,7 @@ def test_no_name_means_complete_before_everything_is_written(tmp_path, monkeypat
     checkpoints.verify(1)
 
 
-def test_what_a_killed_process_left_is_swept_up(tmp_path):
+def test_incomplete_checkpoints_of_a_killed_process_are_removed(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3)
     shutil.copytree(checkpoints.path(3), tmp_path / ".tmp-step-00000004")
     shutil.copytree(checkpoints.path(3), tmp_path / ".old-step-00000000")
@@ -188,7 +189,7 @@ def test_damage_is_found_and_the_previous_one_offered(run, name, damage):
     if damage == "missing":
         path.unlink()
     elif damage == "flipped":
-        # In a manifest, a bit of a hash: one of its braces would be found too easily.
+        # In a manifest, a bit of a hash: with another brace it would not even be JSON.
         place = data.index(b"sha256") + 15 if name == "manifest.json" else len(data) // 2
         data[place] ^= 1
         path.write_bytes(data)
@@ -202,7 +203,7 @@ def test_damage_is_found_and_the_previous_one_offered(run, name, damage):
     assert resume(run, step=8, console=quiet())["why"] == "done"
 
 
-def test_a_damaged_only_checkpoint_says_that_there_is_no_other(run):
+def test_the_error_states_that_there_is_no_other_checkpoint(run):
     for step in (4, 8):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
     (run / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
@@ -220,7 +221,7 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_the_payload_works(tmp_path):
+def test_the_payload_creates_a_file(tmp_path):
     pickle.loads(pickle.dumps(Payload(tmp_path / "harm")))
     assert (tmp_path / "harm").exists()
 
@@ -240,7 +241,7 @@ def test_a_pickle_is_never_executed(run, tmp_path, name, saved_by, signed):
             data = json.loads(manifest.read_text())
             data["files"][name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
             manifest.write_text(json.dumps(data))
-    if name in FILES:  # a mark that cannot be read marks nothing; a line without an end is cut off
+    if name in FILES:  # an unreadable mark is ignored; a line without an end is removed
         with pytest.raises((CheckpointError, RunError)):
             resume(run, console=quiet())
     for use in (lambda: resume(run, console=quiet()), lambda: load_run(run), lambda: evaluate(run, batches=1)):
@@ -252,7 +253,7 @@ def test_a_pickle_is_never_executed(run, tmp_path, name, saved_by, signed):
 # --- Runs
 
 
-def test_evaluating_a_run_gives_what_it_measured_itself(run):
+def test_evaluate_returns_the_loss_that_the_run_measured(run):
     measured = read_events(run, "evaluated")[-1]["loss"]
     found = evaluate(run, batches=2)
     assert (found["step"], found["loss"]) == (12, pytest.approx(measured, rel=1e-6))
@@ -269,7 +270,7 @@ def test_any_checkpoint_can_be_opened_and_the_best_by_minus_one(run):
         load_run(run, -1)
 
 
-def test_going_back_forgets_what_came_after(run, tmp_path):
+def test_resuming_from_an_earlier_step_removes_the_later_ones(run, tmp_path):
     before = hashes(run, 12)
     assert resume(run, step=4, console=quiet())["step"] == 12
     assert [line["step"] for line in read_log(run)] == list(range(1, 13))

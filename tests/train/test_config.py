@@ -1,4 +1,4 @@
-"""Configs: checked when built, the same after a trip through JSON, and honest about what changed."""
+"""Configs: checked when built, unchanged by JSON, compared field by field."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from trimtab.train.config import FREE, ModuleConfig, did_you_mean, differences, 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_survives_json(name):
+def test_every_recipe_is_unchanged_by_json(name):
     config = RECIPES[name]()
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
@@ -40,11 +40,10 @@ def test_the_kind_of_run_is_saved(tmp_path):
         ({"micro_batch": 3}, "micro_batch=3 does not divide batch=4; try 1"),
         ({"micro_batch": 0}, "micro_batch=0 does not divide batch=4; try 4"),
         ({"autocast": "float16"}, "autocast='float16' is not known; try one of 'off', 'bfloat16'"),
-        ({"autocast": "float8"}, "autocast='float8' is not known; try one of 'off', 'bfloat16'"),
         ({"parallel": "zero"}, "parallel='zero' is not known; try one of 'ddp', 'fsdp2'"),
     ],
 )
-def test_a_wrong_field_is_refused_with_what_would_work(tmp_path, change, message):
+def test_a_wrong_field_is_refused_with_a_remedy(tmp_path, change, message):
     with pytest.raises(ConfigError) as error:
         tiny(tmp_path, **change)
     assert message in str(error.value)
@@ -62,7 +61,7 @@ def test_a_wrong_field_is_refused_with_what_would_work(tmp_path, change, message
         ({"name": "torch-adamw"}, "try optim.bits=32"),
     ],
 )
-def test_a_wrong_optimizer_is_refused_with_what_would_work(change, message):
+def test_a_wrong_optimizer_is_refused_with_a_remedy(change, message):
     with pytest.raises(ConfigError) as error:
         OptimConfig(**change)
     assert message in str(error.value)
@@ -173,7 +172,7 @@ def test_text_is_parsed_by_the_type_of_the_field():
         ({"optim.eps": "inf"}, "optim.eps='inf' is not a finite number"),
         ({"optim.name": "adam8"}, "optim.name='adam8' is not known; try one of 'adamw', 'stable-adamw'"),
         ({"optim.bits": "4"}, "optim.bits='4' is not known; try one of 8, 32"),
-        ({"optim": 3}, "optim has fields of its own; set one of them: optim has name, lr"),
+        ({"optim": 3}, "optim is a group of fields; set one of them: optim has name, lr"),
         ({"batch.size": 3}, "batch.size: batch has no fields"),
         ({"compile": 1}, "compile=1 is not true or false"),
         ({"data.corpus": 1}, "data.corpus=1 is not text"),
@@ -189,13 +188,13 @@ def test_text_is_parsed_by_the_type_of_the_field():
         ({"schedule.batch.end": 16}, "schedule.batch.end is not a field: it is always batch. Set batch instead"),
     ],
 )
-def test_a_wrong_override_is_refused_with_what_would_work(values, message):
+def test_a_wrong_override_is_refused_with_a_remedy(values, message):
     with pytest.raises(ConfigError) as error:
         with_values(RECIPES["gpt-lab"](), values)
     assert message in str(error.value)
 
 
-def test_options_of_a_model_of_the_users_own_are_free():
+def test_options_of_a_user_defined_model_are_not_checked():
     config = ModuleRun(
         model=ModuleConfig(build="a:b"),
         optim=OptimConfig(),

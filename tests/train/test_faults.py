@@ -1,4 +1,4 @@
-"""Faults that a run survives: killed at any moment, asked to stop, a full disk. Real processes, really killed."""
+"""Faults: killed at any moment, stopped by a signal, a full disk. The processes are real."""
 
 import os
 import random
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.train.runs import (
     assert_same_run,
@@ -29,7 +30,7 @@ from tests.train.runs import (
 )
 from trimtab import cli
 from trimtab.runs import RunLog, StepRecord, files, lock_folder, log
-from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, tensors, train
+from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, train
 from trimtab.train.processes import Processes
 
 LONG = 40  # steps of a run that is killed on the way
@@ -41,7 +42,7 @@ def complete(run: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A run that nothing happened to."""
+    """A run without faults."""
     folder = tmp_path_factory.mktemp("whole")
     config = tiny(folder, start=8, steps=LONG, eval_every=20, checkpoint_every=5, keep=2)
     write_config(folder / "config.json", config)
@@ -49,14 +50,14 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-# --- In processes of their own
+# --- Functions that run in separate processes
 
 
 def begin(config: Path, run: Path) -> None:
     train(read_config(config), run)
 
 
-def go_on(run: Path) -> None:
+def continue_run(run: Path) -> None:
     resume(run)
 
 
@@ -120,7 +121,7 @@ def stop_in_a_removal(config: Path, run: Path, reached: Path) -> None:
     begin(config, run)
 
 
-def with_little_room(run: Path, most: int) -> None:
+def with_little_space(run: Path, most: int) -> None:
     """No file may grow beyond this many bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     cli.main(["resume", str(run)])
@@ -145,7 +146,7 @@ def kill_at_random(whole: Path, tmp_path: Path, kills: int, chosen: random.Rando
         wait_for_a_step(run, done, process)
         time.sleep(chosen.uniform(0, 0.2))
         if not process.is_alive():
-            break  # it was quicker than we
+            break  # it has ended already
         killed(process)
         hits += 1
         done = complete(run)[-1] if complete(run) else 0
@@ -155,20 +156,20 @@ def kill_at_random(whole: Path, tmp_path: Path, kills: int, chosen: random.Rando
         else:
             for step in complete(run):
                 Checkpoints(run / "checkpoints", 1, Processes()).verify(step)
-            process = start(go_on, run, output=tmp_path / "out")
+            process = start(continue_run, run, output=tmp_path / "out")
     assert hits >= 1
     assert end(process) == 0, (tmp_path / "out").read_text()
     assert_same_run(run, whole / "run", LONG)
     list(read_lines(run / "events.jsonl"))  # every line is whole
 
 
-def test_a_run_killed_at_random_ends_as_if_nothing_had_happened(whole, tmp_path):
+def test_a_run_killed_at_random_ends_as_one_without_faults(whole, tmp_path):
     kill_at_random(whole, tmp_path, 3, random.Random())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(10))
-def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(whole, tmp_path, number):
+def test_a_run_killed_ten_times_ends_as_one_without_faults(whole, tmp_path, number):
     kill_at_random(whole, tmp_path, 10, random.Random(number))
 
 
@@ -193,11 +194,11 @@ def test_killed_while_writing_a_checkpoint_the_one_before_is_the_last(whole, tmp
 def names_of_tensors(whole: Path) -> list[str]:
     """Names of all tensors in a checkpoint: as many pieces are written, and the headers."""
     folder = whole / "run" / "checkpoints" / f"step-{LONG:08d}"
-    parts = [tensors.read_tensors(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
+    parts = [load_file(folder / f"{name}.safetensors") for name in ("model", "optimizer")]
     return [name for part in parts for name in part] + ["header"]
 
 
-def test_killed_while_deleting_a_checkpoint_half_of_it_is_not_taken_for_one(whole, tmp_path):
+def test_a_half_deleted_checkpoint_is_not_listed(whole, tmp_path):
     run, reached = tmp_path / "run", tmp_path / "reached"
     process = start(stop_in_a_removal, whole / "config.json", run, reached, output=tmp_path / "out")
     wait_for(reached.exists, process)
@@ -210,7 +211,7 @@ def test_killed_while_deleting_a_checkpoint_half_of_it_is_not_taken_for_one(whol
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_killed_before_the_first_checkpoint_a_run_says_so(whole, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_cannot_be_resumed(whole, tmp_path):
     run = tmp_path / "run"
     process = start(stop_in_the_middle, whole / "config.json", run, tmp_path / "no", -1, output=tmp_path / "out")
     wait_for(lambda: count_steps(run) >= 1, process)
@@ -221,7 +222,7 @@ def test_killed_before_the_first_checkpoint_a_run_says_so(whole, tmp_path):
         resume(run, console=quiet())
 
 
-def test_half_a_line_is_cut_off(whole, tmp_path):
+def test_an_incomplete_line_is_removed(whole, tmp_path):
     run = shutil.copytree(whole / "run", tmp_path / "run")
     for name in ("log.jsonl", "events.jsonl"):
         with (run / name).open("a") as file:
@@ -232,13 +233,13 @@ def test_half_a_line_is_cut_off(whole, tmp_path):
     assert [event["event"] for event in read_lines(run / "events.jsonl")][-2:] == ["resumed", "done"]
 
 
-# --- Asked to stop
+# --- Stopped by a signal
 
 
 @pytest.mark.parametrize(
     ("number", "code", "reason"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
 )
-def test_asked_to_stop_a_run_saves_itself_and_says_so(whole, tmp_path, number, code, reason):
+def test_a_signal_stops_the_run_with_a_checkpoint(whole, tmp_path, number, code, reason):
     run = tmp_path / "run"
     process = start(begin_slowly, whole / "config.json", run, output=tmp_path / "out")
     wait_for(lambda: count_steps(run) >= 7, process)
@@ -253,7 +254,7 @@ def test_asked_to_stop_a_run_saves_itself_and_says_so(whole, tmp_path, number, c
     assert_same_run(run, whole / "run", LONG)
 
 
-def save_for_ever(config: Path, run: Path, reached: Path) -> None:
+def save_slowly(config: Path, run: Path, reached: Path) -> None:
     def save(*_, **__):
         reached.touch()
         time.sleep(60)
@@ -263,9 +264,7 @@ def save_for_ever(config: Path, run: Path, reached: Path) -> None:
 
 
 def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
-    process = start(
-        save_for_ever, whole / "config.json", tmp_path / "run", tmp_path / "reached", output=tmp_path / "out"
-    )
+    process = start(save_slowly, whole / "config.json", tmp_path / "run", tmp_path / "reached", output=tmp_path / "out")
     wait_for((tmp_path / "reached").exists, process)
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.1)  # or the two would be one
@@ -282,7 +281,7 @@ def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
 
 @pytest.fixture
 def half(tmp_path) -> Path:
-    """A run of twelve steps that stands at step 4."""
+    """A run of twelve steps that was stopped at step 4."""
     train(tiny(tmp_path), tmp_path / "whole", console=quiet())
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for step in (8, 12):
@@ -291,8 +290,8 @@ def half(tmp_path) -> Path:
     return run
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(half, tmp_path):
-    process = start(with_little_room, half, 20_000, output=tmp_path / "out")  # weights take more
+def test_a_full_disk_prevents_checkpoints_but_does_not_end_the_run(half, tmp_path):
+    process = start(with_little_space, half, 20_000, output=tmp_path / "out")  # weights take more
     assert end(process) == 0, (tmp_path / "out").read_text()
     assert complete(half) == [4]
     Checkpoints(half / "checkpoints", 1, Processes()).verify(4)
@@ -303,16 +302,16 @@ def test_a_full_disk_costs_checkpoints_and_not_the_run(half, tmp_path):
         in (tmp_path / "out").read_text()
     )
     assert trajectory(half) == trajectory(tmp_path / "whole")
-    # With room again, it goes on from what there is.
+    # With space again, it resumes from the last checkpoint.
     assert resume(half, console=quiet())["why"] == "done"
     assert_same_run(half, tmp_path / "whole", 12)
 
 
-def test_a_log_that_cannot_grow_keeps_whole_lines_and_the_run(half, tmp_path):
+def test_a_log_that_cannot_grow_has_complete_lines_and_the_run_continues(half, tmp_path):
     lines = (half / "log.jsonl").read_bytes().splitlines(keepends=True)
     room = sum(map(len, lines[:6])) + 10  # two more lines, and a bit of the next
     assert (half / "events.jsonl").stat().st_size < room
-    process = start(with_little_room, half, room, output=tmp_path / "out")
+    process = start(with_little_space, half, room, output=tmp_path / "out")
     assert end(process) == 0, (tmp_path / "out").read_text()
     assert "cannot write the log: File too large; its lines are kept" in (tmp_path / "out").read_text()
     assert [line["step"] for line in read_log(half)] in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
@@ -325,7 +324,7 @@ def write_step(mine: RunLog, number: int) -> None:
     mine.step(StepRecord(step=number, **clocks, step_seconds=0.0, loss=1.0, lr=1.0, length=1, batch=1, grad_norm=1.0))
 
 
-def test_lines_that_waited_are_written_when_there_is_room(tmp_path):
+def test_pending_lines_are_written_when_there_is_space(tmp_path):
     mine = RunLog(tmp_path)
     write_step(mine, 1)
     lines = mine._files[mine.paths.log]
@@ -341,7 +340,7 @@ def test_lines_that_waited_are_written_when_there_is_room(tmp_path):
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_no_room_for_the_result_is_one_clear_line(half, tmp_path):
+def test_no_space_for_the_result_is_an_error_of_one_line(half, tmp_path):
     process = start(without_a_result, half, output=tmp_path / "out")
     assert end(process) == 1
     assert "error: [Errno 28] No space left on device" in (tmp_path / "out").read_text()
@@ -366,7 +365,7 @@ def without_a_result(run: Path) -> None:
 
 
 def as_nobody(config: Path, run: Path) -> None:
-    """Root may write anywhere, so root is no test."""
+    """Root may write anywhere, so another user trains."""
     read = read_config(config)
     if os.getuid() == 0:
         os.setgid(65534)
@@ -396,7 +395,7 @@ def test_a_folder_in_which_a_run_trains_is_refused(whole, tmp_path):
         before = count_steps(tmp_path / "run")
         with pytest.raises(RunError, match=rf"is in use by process {process.pid}; wait for it"):
             resume(tmp_path / "run", console=quiet())
-        wait_for(lambda: count_steps(tmp_path / "run") > before, process)  # it goes on
+        wait_for(lambda: count_steps(tmp_path / "run") > before, process)  # it continues
     finally:
         process.kill()
         process.join()

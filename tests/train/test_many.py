@@ -1,4 +1,4 @@
-"""Several processes: the losses of one, checkpoints that any number can load, and an end when one of them dies."""
+"""Several processes: the losses of one, checkpoints that any number can load, and an end when one is killed."""
 
 import itertools
 import json
@@ -96,7 +96,7 @@ def test_a_clip_is_compared_with_the_whole_batch(tmp_path, parallel):
         if pair not in (("one", "one"), ("ddp", "ddp"))
     ],
 )
-def test_any_number_of_processes_goes_on_with_a_run(tmp_path, source, target):
+def test_any_number_of_processes_can_resume_a_run(tmp_path, source, target):
     config = tiny(tmp_path, parallel="ddp" if source == "one" else source)
     train(config, tmp_path / "whole", console=quiet())
     if source == "one":
@@ -128,7 +128,7 @@ def test_two_processes_resume_exactly(tmp_path):
     train_on_two(config, tmp_path / "whole")
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     resume_on_two(config, run, step=2)
-    # Two addends have one order: even here nothing may differ.
+    # A sum of two has only one order, so the losses are equal.
     assert losses(run) == losses(tmp_path / "whole")
 
 
@@ -203,7 +203,7 @@ def train_with_a_full_disk(config: Path, run: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_a_full_disk_of_one_is_known_to_all(tmp_path, parallel):
+def test_a_full_disk_of_one_process_is_reported_by_all(tmp_path, parallel):
     train_with_a_full_disk(saved(tmp_path, tiny(tmp_path, parallel=parallel)), tmp_path / "run")
     assert [event["step"] for event in read_events(tmp_path / "run", "checkpoint failed")] == [8]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*"))
@@ -231,7 +231,7 @@ def test_a_folder_that_holds_another_run_is_refused_by_all(tmp_path):
     refused(saved(tmp_path, config), tmp_path / "run", "already holds a run")
 
 
-# --- One of two dies
+# --- One of two is killed
 
 
 def join(config: Path, run: Path) -> None:
@@ -245,7 +245,7 @@ def free_port() -> str:
 
 
 def long(folder: Path) -> Path:
-    """So many steps that nobody waits for the end."""
+    """More steps than the test waits for."""
     return saved(folder, tiny(folder, steps=100_000, checkpoint_every=5, eval_every=100_000, keep=2))
 
 
@@ -261,7 +261,7 @@ def start_pair(config: Path, run: Path) -> list[BaseProcess]:
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_when_one_is_asked_to_stop_both_do_with_a_checkpoint(tmp_path, asked):
+def test_a_signal_to_one_stops_both_with_a_checkpoint(tmp_path, asked):
     run = tmp_path / "run"
     pair = start_pair(long(tmp_path), run)
     os.kill(pair[asked].pid, signal.SIGTERM)
@@ -271,7 +271,7 @@ def test_when_one_is_asked_to_stop_both_do_with_a_checkpoint(tmp_path, asked):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_is_killed_the_other_stops_and_says_so(tmp_path, victim):
+def test_when_one_is_killed_the_other_stops_with_an_error(tmp_path, victim):
     config, run = long(tmp_path), tmp_path / "run"
     pair = start_pair(config, run)
     os.kill(pair[victim].pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ def test_the_upgrade_keeps_every_other_field_and_a_new_config_as_it_is(v1):
     assert upgrade(new) == new
 
 
-def test_the_upgrade_of_a_model_of_the_users_own_keeps_the_length_of_a_row(v1):
+def test_the_upgrade_of_a_user_defined_model_keeps_the_length_of_a_row(v1):
     _, saved = load_config(v1 / "run")
     schedule = {**saved.config["schedule"], "seqlen": saved.config["schedule"]["seqlen"] | {"start": 16}}
     own = {**saved.config, "kind": "module", "model": {"build": "a:b", "options": {}}, "schedule": schedule}

@@ -1,11 +1,13 @@
-"""What a person sees: one line in place on a terminal, plain lines elsewhere, nothing from other processes."""
+"""Progress: one updated line on a terminal, plain lines elsewhere, nothing from other processes."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tests.train.runs import tiny
+from trimtab.recipes import gpt_tiny
 from trimtab.runs import StepRecord
 from trimtab.train import train
 from trimtab.train.progress import ProgressLine
@@ -17,14 +19,14 @@ def record(step: int, *, loss: float = 2.5) -> StepRecord:
     return StepRecord(step=step, **clocks, loss=loss, **rest)
 
 
-def shown(terminal: bool, **options: object) -> tuple[ProgressLine, io.StringIO]:
+def shown(terminal: bool, *, shows: bool = True, **changes: object) -> tuple[ProgressLine, io.StringIO]:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
-    given = {"steps": 100, "tokens": None, "every": 10, "shows": True, **options}
-    return ProgressLine(console=console, **given), out
+    config = replace(gpt_tiny(), **{"steps": 100, "log_every": 10, **changes})
+    return ProgressLine(config, shows=shows, console=console), out
 
 
-def test_elsewhere_there_are_plain_lines_now_and_then():
+def test_without_a_terminal_there_is_a_plain_line_every_few_steps():
     line, out = shown(terminal=False)
     for step in range(1, 31):
         line.show(record(step))
@@ -37,26 +39,24 @@ def test_elsewhere_there_are_plain_lines_now_and_then():
     assert "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_one_line_stays_in_place():
+def test_on_a_terminal_one_line_is_updated():
     line, out = shown(terminal=True)
     for step in range(1, 31):
         line.show(record(step))
-    assert line.live is not None
-    line.live.refresh()
+    line.progress.refresh()
     line.print("validation loss 2.0000")
     line.close()
     text = out.getvalue()
     assert "\x1b[" in text  # moved and cleared
     assert "loss 2.5000  lr 3.00e-03  length 32  256 tokens/s" in text
     assert "validation loss 2.0000" in text
-    assert text.endswith("\x1b[2K")  # and gone at the end
+    assert text.endswith("\x1b[2K")  # and removed at the end
 
 
-def test_the_time_left_goes_by_tokens_where_they_end_the_run():
+def test_the_time_left_is_by_tokens_if_they_end_the_run():
     line, _ = shown(terminal=True, tokens=1280)
     line.show(record(5))
-    assert line.live is not None
-    task = line.live.tasks[0]
+    task = line.progress.tasks[0]
     assert (task.completed, task.total) == (640, 1280)
     line.show(record(11))
     assert task.completed == 1280
@@ -72,8 +72,8 @@ def test_other_processes_show_nothing(terminal):
     assert out.getvalue() == ""
 
 
-def test_a_loss_that_is_no_number_can_be_shown():
-    line, out = shown(terminal=False, every=1)
+def test_a_loss_that_is_nan_can_be_shown():
+    line, out = shown(terminal=False, log_every=1)
     line.show(record(2, loss=float("nan")))
     assert "loss nan" in out.getvalue()
 

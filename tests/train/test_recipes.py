@@ -1,4 +1,4 @@
-"""Recipes: each builds, and the big ones carry the numbers of the papers they are named after."""
+"""Recipes: each builds, and the large ones have the numbers of their papers."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def build(config):
     return GPT(config.model) if hasattr(config.model, "z_loss") else CLIP(config.model)
 
 
-def test_every_name_of_the_contract_is_there():
+def test_the_names_of_the_recipes():
     assert list(RECIPES) == NAMES
 
 
@@ -53,7 +53,7 @@ def test_the_optimizer_decays_matrices_and_nothing_else(name):
         ("clip-vit-h14", 984e6, 989e6),
     ],
 )
-def test_the_big_ones_are_as_big_as_their_names_say(name, least, most):
+def test_the_large_models_have_the_size_in_their_name(name, least, most):
     with torch.device("meta"):
         count = sum(p.numel() for p in build(RECIPES[name]()).parameters())
     assert least < count < most
@@ -63,7 +63,7 @@ def test_the_big_ones_are_as_big_as_their_names_say(name, least, most):
     ("name", "shape", "start", "warmup_steps"),
     [("gpt2-117m", (12, 768, 12), 8, 20_000), ("gpt2-1.5b", (48, 1600, 25), 64, 45_000)],
 )
-def test_gpt2_carries_the_numbers_of_sequence_length_warmup(name, shape, start, warmup_steps):
+def test_gpt2_has_the_numbers_of_sequence_length_warmup(name, shape, start, warmup_steps):
     config = RECIPES[name]()
     assert (config.model.depth, config.model.width, config.model.heads) == shape
     assert (config.model.context, config.model.vocab) == (1024, 50_257)
@@ -83,7 +83,7 @@ def test_gpt2_1_5b_takes_the_steps_that_the_paper_needs():
     assert round(future.cut_off, 2) == 0.36
 
 
-def test_gpt3_carries_the_numbers_of_its_script():
+def test_gpt3_has_the_numbers_of_its_script():
     config = RECIPES["gpt3-125m"]()
     assert (config.model.depth, config.model.width, config.model.heads, config.model.context) == (12, 768, 12, 2048)
     assert (config.batch, config.tokens) == (2048, 300_000_000_000)
@@ -96,7 +96,7 @@ def test_gpt3_carries_the_numbers_of_its_script():
 
 
 @pytest.mark.parametrize("name", ["clip-vit-b32", "clip-vit-l14", "clip-vit-h14"])
-def test_clip_carries_the_numbers_of_stable_adamw(name):
+def test_clip_has_the_numbers_of_stable_adamw(name):
     config = RECIPES[name]()
     assert (config.steps, config.batch, config.schedule.lr.warmup) == (20_000, 16_384, 5000)
     assert (config.schedule.lr.kind, config.schedule.lr.floor) == ("cosine", 0.0)
@@ -107,13 +107,13 @@ def test_clip_carries_the_numbers_of_stable_adamw(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_schedule_can_be_foretold_and_drawn(name):
+def test_every_schedule_can_be_simulated_and_drawn(name):
     picture = draw_plan(RECIPES[name]())
     assert "learning rate" in picture.text
     assert picture.svg.startswith("<svg")
 
 
-def test_the_small_ones_use_what_the_library_is_for():
+def test_the_small_recipes_use_switchback_and_8_bit_state():
     config = RECIPES["gpt-small"]()
     assert (config.model.linear, config.optim.name, config.optim.bits) == ("switchback", "stable-adamw", 8)
     model = build(RECIPES["gpt-tiny"]())

@@ -1,4 +1,4 @@
-"""TensorBoard, for those who have it: the numbers of the log, taken back where a resume takes steps back."""
+"""TensorBoard: the numbers of the log; a resume removes later ones."""
 
 import builtins
 import sys
@@ -32,7 +32,7 @@ def test_without_the_package_the_extra_is_named_and_nothing_written(tmp_path, mo
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_it_shows_what_the_log_holds(tmp_path):
+def test_its_scalars_are_those_of_the_log(tmp_path):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     train(tiny(tmp_path, tensorboard=True), run, console=quiet())

@@ -1,4 +1,4 @@
-"""The loop's watcher: it changes nothing, goes on after a resume, names what broke, and rolls back if told to."""
+"""The loop's watcher: it changes no results, continues after a resume, names the tensor at fault, and rolls back."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.train.test_loop import changed_task, go
 from trimtab.nn import ConfigError
 from trimtab.runs.reader import read_run
 from trimtab.train import RunError, loop, read_lines, resume
-from trimtab.train.config import WatchConfig, from_json, to_json
+from trimtab.train.config import WatchConfig
 
 EVERY = WatchConfig(every=1, deep_every=2, record_every=1, ignore=0)
 
@@ -31,7 +31,7 @@ def test_a_watched_run_is_the_unwatched_run_bit_for_bit(tmp_path):
     assert not (tmp_path / "alone" / "signals.jsonl").exists()
 
 
-def test_signals_of_tensors_layers_and_totals_are_on_record(tmp_path):
+def test_signals_of_tensors_layers_and_totals_are_recorded(tmp_path):
     go(tiny(tmp_path, watch=EVERY), tmp_path / "run")
     lines = signals(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 13))
@@ -49,7 +49,7 @@ def test_few_lines_are_written_unless_there_is_an_alarm(tmp_path):
     assert [line["step"] for line in signals(tmp_path / "run")] == sorted({5, 10} | alarmed)
 
 
-def test_a_resume_goes_on_with_the_watchers_windows(tmp_path):
+def test_a_resume_continues_the_watchers_windows(tmp_path):
     config = tiny(tmp_path, watch=EVERY)
     go(config, tmp_path / "whole")
     broken = shutil.copytree(tmp_path / "whole", tmp_path / "broken")
@@ -89,7 +89,7 @@ def breaks_at(step: int, parameter: str) -> Any:
     return change
 
 
-def test_the_tensor_that_broke_is_named_though_the_step_was_left_out(tmp_path, monkeypatch):
+def test_the_tensor_at_fault_is_named_though_the_step_was_skipped(tmp_path, monkeypatch):
     changed_task(monkeypatch, loss=breaks_at(7, "transformer.blocks.0.mlp.up.weight"))
     result = go(tiny(tmp_path, watch=EVERY), tmp_path / "run")
     assert result["skipped"] == 1
@@ -99,7 +99,7 @@ def test_the_tensor_that_broke_is_named_though_the_step_was_left_out(tmp_path, m
     assert [(a["step"], a["where"]) for a in alarms] == [(7, "transformer.blocks.0.mlp.up.weight")]
 
 
-def test_it_is_named_at_a_step_that_would_not_have_been_looked_at(tmp_path, monkeypatch):
+def test_it_is_named_at_a_step_that_is_not_measured(tmp_path, monkeypatch):
     changed_task(monkeypatch, loss=breaks_at(7, "head.weight"))
     go(tiny(tmp_path, watch=WatchConfig(every=5, deep_every=5, record_every=5)), tmp_path / "run")
     alarms = [a for a in read_events(tmp_path / "run", "alarm") if a["signal"] == "grad_rms"]
@@ -107,8 +107,8 @@ def test_it_is_named_at_a_step_that_would_not_have_been_looked_at(tmp_path, monk
     assert [line["step"] for line in signals(tmp_path / "run")] == [5, 10]
 
 
-def test_an_alarm_rolls_the_run_back_and_the_batch_is_left_out(tmp_path, monkeypatch):
-    """The batch at fault is met once: after the return other batches come, and the run ends well."""
+def test_an_alarm_rolls_the_run_back_and_the_batch_is_skipped(tmp_path, monkeypatch):
+    """After the rollback other batches follow, and the run completes."""
     changed_task(monkeypatch, loss=breaks_at(7, "head.weight"))
     watch = replace(EVERY, roll_back=("non-finite",))
     result = go(tiny(tmp_path, watch=watch), tmp_path / "run")
@@ -118,12 +118,12 @@ def test_an_alarm_rolls_the_run_back_and_the_batch_is_left_out(tmp_path, monkeyp
     log = read_log(tmp_path / "run")
     assert [line["step"] for line in log] == list(range(1, 13))
     assert [line["step"] for line in signals(tmp_path / "run")] == list(range(1, 13))
-    assert result["skipped"] == 0  # that step is no part of this run
+    assert result["skipped"] == 0  # that step is not part of the run any more
     state = json.loads((tmp_path / "run" / "checkpoints/step-00000012/state.json").read_text())
     assert state["data"]["position"] == (12 + 3) * 4  # steps 5, 6 and 7 were given other rows
 
 
-def test_a_run_does_not_roll_back_for_ever(tmp_path, monkeypatch):
+def test_the_number_of_rollbacks_is_limited(tmp_path, monkeypatch):
     def always(real: Any) -> Any:
         return lambda model, batch: real(model, batch) * (float("nan") if len(seen) > 5 or seen.append(1) else 1.0)
 
@@ -142,7 +142,7 @@ def test_without_a_checkpoint_there_is_nothing_to_roll_back_to(tmp_path, monkeyp
     assert "there is no checkpoint yet" in left["reason"]
 
 
-def test_what_a_watcher_may_do_cannot_change_in_mid_run_but_how_often_it_looks_can(tmp_path):
+def test_a_resume_may_change_the_intervals_of_the_watcher_but_not_its_actions(tmp_path):
     go(tiny(tmp_path), tmp_path / "run")
     resume(tmp_path / "run", tiny(tmp_path, watch=WatchConfig(every=2)), step=8, console=quiet())
     with pytest.raises(RunError, match=r"watch\.skip was"):
@@ -161,8 +161,3 @@ def test_what_a_watcher_may_do_cannot_change_in_mid_run_but_how_often_it_looks_c
 def test_bad_settings_are_refused(bad, words):
     with pytest.raises(ConfigError, match=words):
         WatchConfig(**bad)
-
-
-def test_settings_survive_json(tmp_path):
-    config = tiny(tmp_path, watch=replace(EVERY, roll_back=("loss spike", "non-finite")))
-    assert from_json(json.loads(json.dumps(to_json(config)))) == config

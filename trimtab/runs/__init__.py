@@ -7,10 +7,11 @@ from trimtab.runs.files import RunError, lock_folder, read_json, replace_json
 from trimtab.runs.folder import RunFolder, SavedConfig, read_lines
 from trimtab.runs.log import RunLog
 from trimtab.runs.reader import Lines, Run, Series, read_run
-from trimtab.runs.records import AlarmRecord, End, Event, EventKind, Failure, Result, SignalRecord, StepRecord
+from trimtab.runs.records import AlarmRecord, Clock, End, Event, EventKind, Failure, Result, SignalRecord, StepRecord
 
 __all__ = [
     "AlarmRecord",
+    "Clock",
     "End",
     "Event",
     "EventKind",

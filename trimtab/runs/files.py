@@ -131,7 +131,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         who = owner.read_text() if owner.exists() else "another process"
-        raise RunError(f"{folder} is in use by {who}; wait for it, or take another folder") from None
+        raise RunError(f"{folder} is in use by {who}; wait for it, or use another folder") from None
     except OSError as error:
         raise RunError(f"cannot write to {folder}: {error.strerror}") from None
     try:

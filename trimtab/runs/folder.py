@@ -11,13 +11,13 @@ A study folder holds study.json, failures.jsonl (one Failure per failed attempt)
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trimtab.runs.files import RunError, read_json
-from trimtab.runs.records import Event, Json, Result, as_mapping, whole
+from trimtab.runs.records import Event, Json, Result, as_mapping, flatten, whole
 
 FORMAT = 2  # of run folders. 1: no number in config.json; schedules repeat `batch` and `model.context` as their ends
 CONFIG, LOG, SIGNALS, EVENTS, RESULT = "config.json", "log.jsonl", "signals.jsonl", "events.jsonl", "result.json"
@@ -45,7 +45,7 @@ class SavedConfig:
     @property
     def values(self) -> Json:
         """The config by dotted names, such as "optim.lr"."""
-        return dict(_flatten(self.config))
+        return flatten(self.config)
 
 
 class RunFolder:
@@ -100,13 +100,8 @@ class RunFolder:
                 lines = file.read().split(b"\n")
         except OSError:
             return None
-        for line in reversed(lines[:-1]):  # what follows the last line end is incomplete
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            return found if isinstance(found, dict) else None
-        return None
+        found = map(parse_line, reversed(lines[:-1]))  # what follows the last line end is incomplete
+        return next((record for record in found if record is not None), None)
 
 
 def read_lines(path: Path) -> Iterator[Json]:
@@ -114,23 +109,23 @@ def read_lines(path: Path) -> Iterator[Json]:
     with path.open() as file:
         for line in file:
             if line.endswith("\n"):
-                yield parse_line(line, path)
+                yield require_line(line, path)
 
 
-def parse_line(line: str | bytes, path: Path) -> Json:
+def parse_line(line: str | bytes) -> Json | None:
+    """The object of a line of JSON; None if the line holds anything else."""
     try:
-        result: Json = json.loads(line)
-    except ValueError:
-        raise RunError(f"{path} has a line that is not JSON: {line[:80]!r}") from None
-    return result
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
-def _flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def require_line(line: str | bytes, path: Path) -> Json:
+    record = parse_line(line)
+    if record is None:
+        raise RunError(f"{path} has a line that is not a JSON object: {line[:80]!r}")
+    return record
 
 
 def is_run(names: Any) -> bool:

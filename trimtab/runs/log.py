@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.runs.files import RunError, replace_json
-from trimtab.runs.folder import FORMAT, RunFolder, parse_line
+from trimtab.runs.folder import FORMAT, RunFolder, require_line
 from trimtab.runs.records import EventKind, Result, StepRecord
 
 
@@ -34,9 +34,9 @@ class RunLog:
         folder = self.folder
         try:
             if self.paths.config.exists():
-                raise RunError(f"{folder} already holds a run; `trimtab resume {folder}`, or take another --out")
+                raise RunError(f"{folder} already holds a run; `trimtab resume {folder}`, or use another --out")
             if folder.exists() and any(path.name[0] != "." for path in folder.iterdir()):
-                raise RunError(f"{folder} is not empty and holds no run; take another --out")
+                raise RunError(f"{folder} is not empty and holds no run; use another --out")
             nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             if not nearest.is_dir():
                 raise RunError(f"cannot write to {folder}: {nearest} is not a folder")
@@ -85,8 +85,15 @@ class RunLog:
         self.close()
         self.paths.result.unlink(missing_ok=True)
         for path in (self.paths.log, self.paths.signals):
-            if path.exists():
-                _truncate(path, step)
+            if not path.exists():
+                continue
+            kept = 0
+            with path.open("r+b") as file:
+                for line in file:
+                    if not line.endswith(b"\n") or require_line(line, path)["step"] > step:
+                        break
+                    kept += len(line)
+                file.truncate(kept)  # in place: needs no space on a full disk
 
     def close(self) -> None:
         for lines in self._files.values():
@@ -104,16 +111,6 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
     """Append one line to a JSON-lines file that is written rarely."""
     with path.open("a") as file:
         file.write(json.dumps(values) + "\n")
-
-
-def _truncate(path: Path, step: int) -> None:
-    kept = 0
-    with path.open("r+b") as file:
-        for line in file:
-            if not line.endswith(b"\n") or parse_line(line, path)["step"] > step:
-                break
-            kept += len(line)
-        file.truncate(kept)  # in place: needs no space on a full disk
 
 
 def _rounded(x: Any) -> Any:

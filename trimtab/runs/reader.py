@@ -5,7 +5,6 @@ and text where a number should be are NaN; a line that is not JSON, as a killed 
 that was trained twice, as after a resume, the last record counts.
 """
 
-import json
 import math
 import os
 from array import array
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.runs.folder import RunFolder, SavedConfig
+from trimtab.runs.folder import RunFolder, SavedConfig, parse_line
 from trimtab.runs.records import Event, EventKind, Json, LayerSignal, Result, SignalRecord, TensorSignal, number, whole
 
 Floats = NDArray[np.float64]
@@ -46,7 +45,7 @@ class Lines:
                 self._rest += line
                 if not self._rest.endswith(b"\n"):
                     return  # an incomplete line; the rest may follow
-                record, self._rest = _parse(self._rest), b""
+                record, self._rest = parse_line(self._rest), b""
                 if record is not None:
                     yield record
                 else:
@@ -78,6 +77,10 @@ class Series:
     def steps(self) -> Ints:
         return np.array(self._steps, dtype=np.int64)[self._order()]
 
+    @property
+    def loss(self) -> Floats:
+        return self.column("loss")
+
     def column(self, name: str) -> Floats:
         """The numbers of a name, in the order of `steps`; all NaN if it was never logged."""
         values = np.full(len(self._steps), np.nan)
@@ -98,10 +101,6 @@ class StepLog(Series):
     """The columns of the step log."""
 
     @property
-    def loss(self) -> Floats:
-        return self.column("loss")
-
-    @property
     def tokens(self) -> Floats:
         return self.column("tokens")
 
@@ -115,18 +114,13 @@ class StepLog(Series):
         return self.column("rms_max")
 
     def add_record(self, record: Json) -> None:
-        if (step := whole(record.get("step"))) is not None:
-            self.add(
-                step, ((k, number(v)) for k, v in record.items() if k != "step" and not isinstance(v, dict | list))
-            )
+        step = whole(record.pop("step", None))
+        if step is not None:
+            self.add(step, ((k, number(v)) for k, v in record.items() if not isinstance(v, dict | list)))
 
 
 class SignalLog(Series):
     """The columns of the watcher's records."""
-
-    @property
-    def loss(self) -> Floats:
-        return self.column("loss")
 
     def total(self, name: str) -> Floats:
         """A signal of the whole model, such as "logz"."""
@@ -155,8 +149,9 @@ class SignalLog(Series):
         self.add(record.step, values)
 
     def _pick(self, group: str, signal: str) -> dict[str, Floats]:
-        parts = [(name, name.split("/")) for name in self.names]
-        return {p[1]: self.column(name) for name, p in parts if len(p) == 3 and (p[0], p[2]) == (group, signal)}
+        start, end = f"{group}/", f"/{signal}"
+        names = [name for name in self.names if name.startswith(start) and name.endswith(end)]
+        return {name.removeprefix(start).removesuffix(end): self.column(name) for name in names}
 
 
 @dataclass
@@ -191,11 +186,3 @@ def read_run(folder: str | Path, *, tensor_signals: tuple[TensorSignal, ...] | N
     run.config, run.result = paths.read_config(), paths.read_result()
     run.broken = log.broken + signals.broken + events.broken
     return run
-
-
-def _parse(line: bytes) -> Json | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

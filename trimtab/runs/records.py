@@ -14,18 +14,8 @@ Json = dict[str, Any]
 
 # Signals of a tensor and of a layer. `trimtab.watch` computes them; a test compares the names.
 TensorSignal = Literal["rms", "grad_rms", "param_rms", "update_rms", "ratio", "eps_share"]
-LayerSignal = Literal[
-    "logit_max",
-    "entropy",
-    "q_norm",
-    "k_norm",
-    "cosine",
-    "out_rms",
-    "out_max",
-    "input_error",
-    "weight_error",
-    "grad_error",
-]
+_Rounding = Literal["input_error", "weight_error", "grad_error"]  # of 8-bit matrix products
+LayerSignal = Literal["logit_max", "entropy", "q_norm", "k_norm", "cosine", "out_rms", "out_max", _Rounding]
 
 
 class _Text(str, Enum):
@@ -65,15 +55,21 @@ class EventKind(_Text):
 
 
 @dataclass(kw_only=True)
-class StepRecord:
-    """One training step. Clocks count from the start of the run."""
+class Clock:
+    """Counters since the start of the run."""
 
-    step: int
-    samples: int
-    tokens: int
-    seconds: float
-    warmup_steps: int | None  # steps and tokens that the learning-rate warmup took, once it is over
-    warmup_tokens: int | None
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    warmup_steps: int | None = None  # when the learning rate reached its peak; the decay counts from there
+    warmup_tokens: int | None = None
+
+
+@dataclass(kw_only=True)
+class StepRecord(Clock):
+    """One training step."""
+
     step_seconds: float
     loss: float
     lr: float
@@ -105,9 +101,8 @@ class SignalRecord:
             {name: _numbers(signals) for name, signals in as_mapping(record.get(group)).items()}
             for group in ("tensors", "layers")
         )
-        return cls(
-            whole(record.get("step")), number(record.get("loss")), tensors, layers, _numbers(record.get("totals"))
-        )
+        step, loss = whole(record.get("step")), number(record.get("loss"))
+        return cls(step, loss, tensors, layers, _numbers(record.get("totals")))
 
 
 @dataclass(frozen=True)
@@ -158,16 +153,10 @@ class Event:
 
 
 @dataclass(kw_only=True)
-class Result:
+class Result(Clock):
     """How a run ended. Its file is written last: a folder that has it holds a complete run."""
 
     why: End | str  # text: a reason that this version does not know
-    step: int
-    samples: int = 0
-    tokens: int = 0
-    seconds: float = math.nan
-    warmup_steps: int | None = None
-    warmup_tokens: int | None = None
     validation_loss: float | None = None  # the best one
     skipped: int = 0
     waited_s: float = 0.0

@@ -1,7 +1,7 @@
 """ONE RUN: config, loop, log, checkpoints, processes. `trimtab train RECIPE` is `train(config, folder)`."""
 
 from trimtab.runs import RunError, RunLog, read_lines
-from trimtab.train.checkpoint import CheckpointError, Checkpoints
+from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.config import (
     BatchConfig,
     CLIPRun,
@@ -16,6 +16,7 @@ from trimtab.train.config import (
 from trimtab.train.evaluate import evaluate, load_run, sample
 from trimtab.train.loop import resume, train
 from trimtab.train.processes import ProcessLost
+from trimtab.train.tensors import CheckpointError
 
 __all__ = [
     "BatchConfig",

@@ -2,25 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab import optim
-from trimtab.data import PairBatches, TextBatches, open_corpus, open_pairs
-from trimtab.nn import CLIP, GPT, ByteTokenizer, ConfigError, contrastive_loss
+from trimtab.data import Batches, PairBatches, TextBatches, open_corpus, open_pairs
+from trimtab.nn import CLIP, GPT, ByteTokenizer, ConfigError, Loss, contrastive_loss
+from trimtab.nn.contrastive import ContrastiveLoss
 from trimtab.train.config import CLIPRun, GPTRun, ModuleRun, OptimConfig, RunConfig
 from trimtab.train.module import ModuleBatches, build_module, compute_loss
 from trimtab.train.processes import Processes
 
 Batch = dict[str, Any]
-
-
-class Batches(Protocol):
-    def next(self, batch: int) -> Batch: ...
-    def state(self) -> dict[str, Any]: ...
-    def load(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -32,6 +27,18 @@ class Task:
     eval_batch: int  # rows of an evaluation batch, over all processes
     sha256: str  # of the data
     after_step: Callable[[], None] = field(default=lambda: None, kw_only=True)
+
+    @torch.no_grad()
+    def validate(self, model: nn.Module, count: int) -> dict[str, Tensor]:
+        """The means of `evaluate` over the first validation batches, at full length."""
+        batches, sums = self.batches("validation", 0), dict[str, Tensor]()
+        training = model.training
+        model.eval()
+        for _ in range(count):
+            for name, x in self.evaluate(model, batches.next(self.eval_batch)).items():
+                sums[name] = sums.get(name, torch.zeros_like(x, dtype=torch.float32)) + x.float()
+        model.train(training)
+        return {name: x / count for name, x in sums.items()}
 
 
 def build_task(config: RunConfig, processes: Processes) -> Task:
@@ -67,12 +74,12 @@ def _gpt_task(config: GPTRun, processes: Processes) -> Task:
     def batches(split: str, seed: int) -> Batches:
         return TextBatches(corpus, split, context=config.model.context, seed=seed, **shard)
 
-    def score(run: nn.Module, batch: Batch) -> Any:
-        return run(batch["tokens"].to(device), batch["targets"].to(device))
+    def score(run: nn.Module, batch: Batch) -> Loss:
+        found: Loss = run(batch["tokens"].to(device), batch["targets"].to(device))
+        return found
 
     def loss(run: nn.Module, batch: Batch) -> Tensor:
-        result: Tensor = score(run, batch).loss
-        return result
+        return score(run, batch).loss
 
     return Task(model, batches, loss, lambda run, batch: {"loss": score(run, batch).ce}, config.batch, corpus.sha256)
 
@@ -90,17 +97,15 @@ def _clip_task(config: CLIPRun, processes: Processes) -> Task:
     def batches(split: str, seed: int) -> Batches:
         return PairBatches(pairs, split, seed=seed, rank=processes.rank, world=processes.world)
 
-    def score(run: nn.Module, batch: Batch) -> Any:
+    def score(run: nn.Module, batch: Batch) -> ContrastiveLoss:
         tokens = tokenizer.encode(batch["captions"])
         return contrastive_loss(*run(batch["images"].to(device), tokens.to(device)))
 
     def loss(run: nn.Module, batch: Batch) -> Tensor:
-        result: Tensor = score(run, batch).loss
-        return result
+        return score(run, batch).loss
 
     def evaluate(run: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        found = score(run, batch)
-        return {name: getattr(found, name) for name in ("loss", "image_accuracy", "text_accuracy")}
+        return score(run, batch)._asdict()
 
     rows = min(config.batch, held_out - held_out % processes.world)
     return Task(model, batches, loss, evaluate, rows, pairs.sha256, after_step=model.clamp_logit_scale)
@@ -132,32 +137,32 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         mup_ratio=float(getattr(bare, "mup_ratio", 1.0)),
         independent_decay=config.independent_decay,
     )
-    made = _torch_adamw(groups, config) if config.name == "torch-adamw" else _own_optimizer(groups, config)
+    made = _make_optimizer(groups, config)
     for group in made.param_groups:
         group["lr_ratio"] = group["lr"] / config.lr
     return made
 
 
-def _torch_adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    if config.independent_decay:
-        raise ConfigError("torch-adamw has no optim.independent_decay; try optim.name='adamw'")
-    plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
-    return torch.optim.AdamW(plain, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _own_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    shared: dict[str, Any] = {"lr": config.lr, "bits": config.bits, "codebook": config.codebook, "block": config.block}
-    adam = {**shared, "betas": config.betas, "eps": config.eps}
+def _make_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    state: dict[str, Any] = {"bits": config.bits, "codebook": config.codebook, "block": config.block}
     match config.name:
+        case "torch-adamw":
+            if config.independent_decay:
+                raise ConfigError("torch-adamw has no optim.independent_decay; try optim.name='adamw'")
+            plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
+            return torch.optim.AdamW(plain, **adam, fused=True)
+        case "adamw":
+            return optim.AdamW(groups, **adam, **state)
         case "stable-adamw":
-            return optim.StableAdamW(groups, **adam, beta2_power=config.beta2_power)
+            return optim.StableAdamW(groups, **adam, **state, beta2_power=config.beta2_power)
+        case "adam":
+            return optim.Adam(groups, **adam, **state)
+        case "lamb":
+            return optim.LAMB(groups, **adam, **state)
         case "ademamix":
-            return optim.AdEMAMix(groups, **shared, eps=config.eps)
+            return optim.AdEMAMix(groups, lr=config.lr, eps=config.eps, **state)
         case "lion":
-            return optim.Lion(groups, **shared, betas=config.betas)
+            return optim.Lion(groups, lr=config.lr, betas=config.betas, **state)
         case "sgd":
-            return optim.SGD(groups, **shared, momentum=config.betas[0])
-        case _:
-            classes: dict[str, Any] = {"adamw": optim.AdamW, "adam": optim.Adam, "lamb": optim.LAMB}
-            made: torch.optim.Optimizer = classes[config.name](groups, **adam)
-            return made
+            return optim.SGD(groups, lr=config.lr, momentum=config.betas[0], **state)

@@ -4,7 +4,8 @@ Each length is compiled separately (`dynamic=False`), because a kernel for one l
 warmup's `multiple` or `lengths` decide how many lengths there are.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,36 +17,22 @@ def batch_sizes(config: RunConfig) -> range:
     return range(batch.start, batch.end + 1, batch.increment)
 
 
-class Compilations:
-    """Raises dynamo's recompile limit, beyond which it would silently run uncompiled, to what the config needs."""
+def count_shapes(config: RunConfig) -> int:
+    lengths = {length for _, length in config.seqlen_warmup.table(config.steps)}
+    return len(lengths) * (len(batch_sizes(config)) if config.micro_batch is None else 1)
 
-    def __init__(self, config: RunConfig) -> None:
-        lengths = {length for _, length in config.seqlen_warmup.table(config.steps)}
-        self.most = len(lengths) * (len(batch_sizes(config)) if config.micro_batch is None else 1)
-        self.compiles = config.compile
 
-    def __enter__(self) -> "Compilations":
-        if self.compiles:
-            from torch._dynamo import config as dynamo
+@contextmanager
+def limit_compilations(most: int | None) -> Iterator[Callable[[], int]]:
+    """Raise dynamo's recompile limit, beyond which it would silently run uncompiled. Yields a function that counts."""
+    if most is None:
+        yield lambda: 0
+        return
+    from torch._dynamo import config as dynamo
+    from torch._dynamo.utils import counters
 
-            torch._dynamo.reset()  # compilations of an earlier run in this process would count
-            names = ("recompile_limit", "accumulated_recompile_limit")
-            limits = {name: max(getattr(dynamo, name), self.most) for name in names}
-            self._patch = dynamo.patch(**limits, fail_on_recompile_limit_hit=True)
-            self._patch.__enter__()
-            self._before = self._total()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self.compiles:
-            self._patch.__exit__(*error)
-
-    @property
-    def count(self) -> int:
-        return self._total() - self._before
-
-    @staticmethod
-    def _total() -> int:
-        from torch._dynamo.utils import counters
-
-        return int(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()  # compilations of an earlier run in this process would count
+    before = counters["stats"]["unique_graphs"]
+    limits = {key: max(getattr(dynamo, key), most) for key in ("recompile_limit", "accumulated_recompile_limit")}
+    with dynamo.patch(**limits, fail_on_recompile_limit_hit=True):
+        yield lambda: int(counters["stats"]["unique_graphs"] - before)

@@ -1,6 +1,6 @@
 """The config of a run: a frozen dataclass that is checked when it is built and saved with the run.
 
-There is one class per kind of model: `GPTRun`, `CLIPRun`, and `ModuleRun` for a model of the user's own. A recipe
+There is one class per kind of model: `GPTRun`, `CLIPRun`, and `ModuleRun` for a user-defined model. A recipe
 (trimtab/recipes.py) is a function that returns a config.
 
     config = with_values(gpt_tiny(), {"optim.lr": 0.01, "model.context": 64})      # dotted names, checked
@@ -146,7 +146,7 @@ class WatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleConfig:
-    """A model and data of the user's own: a function and its arguments. See module.py."""
+    """A user-defined model and data: a function and its arguments. See module.py."""
 
     build: str  # "package.file:function"
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # keyword arguments; JSON values
@@ -242,7 +242,7 @@ class CLIPRun(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRun(RunConfig):
-    """Train a model of the user's own."""
+    """Train a user-defined model."""
 
     model: ModuleConfig
 
@@ -335,16 +335,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint at the known (dotted) name that is meant, or "": the same last part, its initials, or similar letters."""
     known = list(known)
     group, _, name = word.rpartition(".")
-    ends = {other: other.rpartition(".")[2].lstrip("-") for other in known}
     beside = [other for other in known if other.rpartition(".")[0] == group]
-    initials = "".join(part[:1] for part in re.split("[-_]", name.lstrip("-")))
-    for wanted in (name.lstrip("-"), initials):
-        same = [other for other in (*beside, *known) if ends[other] == wanted]
-        if same:
-            return f" Did you mean {same[0]!r}?"
-    close = difflib.get_close_matches(word, beside if group else [], n=1, cutoff=0.7)
-    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    name = name.lstrip("-")
+    initials = "".join(part[:1] for part in re.split("[-_]", name))
+    ends = [(other, other.rpartition(".")[2].lstrip("-")) for other in (*beside, *known)]
+    meant = [other for wanted in (name, initials) for other, end in ends if end == wanted]
+    meant = meant or difflib.get_close_matches(word, beside if group else [], n=1, cutoff=0.7)
+    meant = meant or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {meant[0]!r}?" if meant else ""
 
 
 _FOLLOWS = {"schedule.seqlen.end": "model.context", "schedule.batch.end": "batch"}
@@ -354,14 +352,15 @@ _FOLLOWS = {"schedule.seqlen.end": "model.context", "schedule.batch.end": "batch
 def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
     """The types of all fields by dotted name."""
     found: dict[str, Any] = {}
-    for name, kind in get_type_hints(cls).items():
-        inner: Any = kind if is_dataclass(kind) else None
-        found |= _fields(inner, f"{prefix}{name}.") if inner else {prefix + name: kind}
+    hints: dict[str, Any] = get_type_hints(cls)
+    for name, kind in hints.items():
+        nested = isinstance(kind, type) and is_dataclass(kind)
+        found |= _fields(kind, f"{prefix}{name}.") if nested else {prefix + name: kind}
     return found
 
 
 def _find_type(cls: Any, name: str) -> Any:
-    """The type of the field with this dotted name; Any for an option of the user's own model."""
+    """The type of the field with this dotted name; Any for an option of a user-defined model."""
     known = _fields(cls)
     if name in known:
         return known[name]
@@ -378,7 +377,7 @@ def _find_type(cls: Any, name: str) -> Any:
     inside = dict.fromkeys(n.removeprefix(f"{group}.").split(".")[0] for n in known if not group or n.startswith(group))
     has = f"{group or cls.__name__} has {', '.join(inside)}"
     if group == name:
-        raise ConfigError(f"{name} has fields of its own; set one of them: {has}")
+        raise ConfigError(f"{name} is a group of fields; set one of them: {has}")
     raise ConfigError(f"{name} is not a field of {cls.__name__}.{did_you_mean(name, known)} {has}")
 
 
@@ -418,4 +417,4 @@ def _check_choices(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigError(f"{name}={value!r} is not known; try one of {', '.join(map(repr, get_args(hint)))}")
+            raise ConfigError(f"{name}={value!r} {_requirement(hint)}")

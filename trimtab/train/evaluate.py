@@ -30,19 +30,12 @@ def load_run(folder: Path, step: int | None = None) -> tuple[RunConfig, nn.Modul
 def evaluate(folder: Path, *, step: int | None = None, batches: int = 32) -> dict[str, Any]:
     """Validation loss at full length; perplexity and bits per token for text, zero-shot accuracy for pictures."""
     config, model, chosen = load_run(folder, step)
-    task = build_task(config, Processes())
-    task.model.load_state_dict(model.state_dict())
-    task.model.eval()
-    source = task.batches("validation", 0)
-    sums: dict[str, float] = {}
-    for _ in range(batches):
-        for name, x in task.evaluate(task.model, source.next(task.eval_batch)).items():
-            sums[name] = sums.get(name, 0.0) + x.item() / batches
-    result: dict[str, Any] = {"step": chosen, **sums}
+    means = {name: x.item() for name, x in build_task(config, Processes()).validate(model, batches).items()}
+    result: dict[str, Any] = {"step": chosen, **means}
     if isinstance(config, GPTRun):
-        result |= {"perplexity": math.exp(min(sums["loss"], 700)), "bits_per_token": sums["loss"] / math.log(2)}
+        result |= {"perplexity": math.exp(min(means["loss"], 700)), "bits_per_token": means["loss"] / math.log(2)}
     elif isinstance(config, CLIPRun):
-        result |= zero_shot(config, task.model)
+        result |= zero_shot(config, model)
     return result
 
 
@@ -79,7 +72,7 @@ def sample(
     """The prompt and the text that a trained GPT continues it with."""
     config, model, _ = load_run(folder, step)
     if not isinstance(config, GPTRun):
-        kind = "a CLIP" if isinstance(config, CLIPRun) else "a model of the user's own"
+        kind = "a CLIP" if isinstance(config, CLIPRun) else "a user-defined model"
         raise RunError(f"{folder} holds {kind}, which writes no text; try `trimtab eval {folder}`")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise RunError(f"temperature must be at least 0 and top_k at least 1, got {temperature} and {top_k}")

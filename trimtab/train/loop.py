@@ -4,13 +4,12 @@ There are four clocks: steps (for sequence length and warmup), samples (the posi
 and the end of the run) and seconds. Only tokens that were trained on count, not those that a warmup cut off.
 """
 
+import functools
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -18,33 +17,21 @@ from torch import Tensor, nn
 
 from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
-from trimtab.runs import End, EventKind, Result, RunError, RunLog, StepRecord
+from trimtab.runs import Clock, End, EventKind, Result, RunError, RunLog, StepRecord
 from trimtab.train.build import Task, build_optimizer, build_task
 from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.compilations import Compilations, batch_sizes
+from trimtab.train.compilations import batch_sizes, count_shapes, limit_compilations
 from trimtab.train.config import FREE, RunConfig, differences, load_config, to_json
 from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes, ProcessLost, processes
-from trimtab.train.progress import ProgressLine
-from trimtab.train.randomness import mix_seed, read_generators, restore_generators
+from trimtab.train.progress import ProgressLine, TensorBoard
 from trimtab.train.stopping import StopRequest, catch_signals
-from trimtab.train.tensorboard import TensorBoard
 from trimtab.train.watcher import Watcher
 from trimtab.watch import Alarm
 
 # A run has diverged after so many evaluations or steps in a row above `diverged_at` times the first validation loss.
 DIVERGED_EVALUATIONS, DIVERGED_STEPS = 3, 100
 MAX_ROLLBACKS = 3  # to one checkpoint
-
-
-@dataclass
-class Clock:
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    warmup_steps: int | None = None  # when the learning rate reached its peak; the decay counts from there
-    warmup_tokens: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,7 +49,7 @@ class Progress:
 
 def train(config: RunConfig, out: Path, *, console: Console | None = None) -> dict[str, Any]:
     """Train from the start into an empty folder; returns the result as JSON."""
-    with processes(config.parallel) as group, _threads(config.threads):
+    with processes(config.parallel, config.threads) as group:
         log = RunLog(out, writes=group.rank == 0)
         log.check_free()
         # Everything is built before anything is written: bad input leaves no files.
@@ -71,7 +58,7 @@ def train(config: RunConfig, out: Path, *, console: Console | None = None) -> di
         group.barrier()  # all processes have checked the folder
         with group.locked(out):
             try:
-                group.run_on_all(lambda: log.create(to_json(config), **_facts(task)))
+                group.run_on_first(lambda: log.create(to_json(config), **_facts(task)))
             except OSError as error:
                 raise RunError(f"cannot write to {out}: {error.strerror}") from None
             return run.run()
@@ -92,7 +79,7 @@ def resume(
     if changed and not force:
         name, old, new = changed[0]
         raise RunError(f"{name} was {old} and is now {new}, which changes the run; use --force to continue with it")
-    with processes(config.parallel) as group, _threads(config.threads), group.locked(out):
+    with processes(config.parallel, config.threads) as group, group.locked(out):
         task = build_task(config, group)
         if task.sha256 != facts.sha256:
             changed.append(("sha256", facts.sha256, task.sha256))
@@ -105,7 +92,7 @@ def resume(
         run = _Run(config, task, log, group, console)
         run.load(step, force=force)
         if changed:  # the next resume continues with the new config
-            group.run_on_all(lambda: log.write_config(to_json(config), **_facts(task)))
+            group.run_on_first(lambda: log.write_config(to_json(config), **_facts(task)))
             log.event(EventKind.FORCED, changed={name: [old, new] for name, old, new in changed})
         return run.run()
 
@@ -125,55 +112,48 @@ class _Run:
         self.state = Progress()
         self.lengths, self.sizes = config.seqlen_warmup, config.batch_warmup
         self.lr = simulate(config).rate  # with the end of its decay filled in
-        self.board = TensorBoard() if config.tensorboard and group.rank == 0 else None
+        self.board = TensorBoard(config.tensorboard and group.rank == 0)
+        bfloat16 = config.autocast == "bfloat16"
+        self.autocast = functools.partial(torch.autocast, group.device.type, torch.bfloat16, enabled=bfloat16)
         self.console, self.saved = console, 0  # the step of the last checkpoint, or of the last attempt
         self.evaluated = (0, math.nan)  # step and validation loss
         # All processes start with the same weights; their random numbers differ from here on.
         if group.rank:
-            torch.manual_seed(mix_seed(config.seed, 0, group.rank))
+            group.seed_generators(config.seed, 0)
 
     # --- The loop
 
     def run(self) -> dict[str, Any]:
-        config = self.config
-        self.line = ProgressLine(
-            steps=config.steps,
-            tokens=config.tokens,
-            every=config.log_every,
-            shows=self.group.rank == 0,
-            console=self.console,
-        )
+        config, step = self.config, self.state.clock.step
+        self.line = ProgressLine(config, shows=self.group.rank == 0, console=self.console)
         self.batches = Prefetcher(self.source, depth=config.data.prefetch)
-        if self.board is not None:
-            self.board.open(self.log.folder, self.state.clock.step)
-        if self.state.clock.step:
-            self.line.print(f"resumed at step {self.state.clock.step}")
+        self.board.open(self.log.folder, step)
+        if step:
+            self.line.print(f"resumed at step {step}")
+        most = count_shapes(config) if config.compile else None
+        if most is not None:
+            self.line.print(f"torch.compile: at most {most} compilations, one per batch shape")
         try:
-            with catch_signals() as stop, Compilations(config) as compilations:
-                if config.compile:
-                    self.line.print(f"torch.compile: at most {compilations.most} compilations, one per batch shape")
+            with catch_signals() as stop, limit_compilations(most) as count:
                 why = self._loop(stop)
         except RuntimeError as error:
             if not self.group.is_lost(error):
                 raise
-            self.log.event(EventKind.STOPPED, reason=f"another process is gone: {str(error).splitlines()[0]}")
+            self.log.event(EventKind.STOPPED, reason=f"another process has ended: {str(error).splitlines()[0]}")
             raise ProcessLost(
                 f"another process has ended, so this one stops; continue with `trimtab resume {self.log.folder}`"
             ) from error
         finally:
-            self.line.close()
-            self.batches.close()
-            self.log.close()
-            if self.board is not None:
-                self.board.close()
+            for output in (self.line, self.batches, self.log, self.board):
+                output.close()
         result = Result(
             why=why,
-            **asdict(self.state.clock),
+            **vars(self.state.clock),
             validation_loss=self.state.best_loss,
             skipped=self.state.skipped,
             waited_s=round(self.batches.waited_s, 3),
-            compilations=compilations.count if config.compile else None,
-            most_compilations=compilations.most if config.compile else None,
+            compilations=None if most is None else count(),
+            most_compilations=most,
         )
         if not why.resumable:
             self.log.finish(result)
@@ -194,7 +174,7 @@ class _Run:
                 reason = f"{config.stop_after_skips} steps in a row without a finite loss"
                 self.log.event(EventKind.STOPPED, reason=reason)
                 return End.NOT_FINITE
-            if self._training_diverged(record.loss):
+            if self._diverged("steps", record.loss):  # evaluations may be far apart
                 return End.DIVERGED
             if self.watcher.rollback_alarm and self._roll_back(self.watcher.rollback_alarm):
                 continue
@@ -242,22 +222,28 @@ class _Run:
             self.watcher.skip()
         self.optimizer.zero_grad()
         self.watcher.step(loss, norm)
-        self._count_skips(finite, step)
+        self.state.skipped_in_a_row = 0 if finite else self.state.skipped_in_a_row + 1
+        if not finite:
+            self.state.skipped += 1
+            reason = "the loss or its gradient is not finite; weights and optimizer state are unchanged"
+            self._report(EventKind.SKIPPED, f"skipped: {reason}", step=step, reason=reason)
         clock.step, clock.samples = step, clock.samples + size
         clock.tokens += size * self.lengths.tokens_at(step)
         if clock.warmup_steps is None and self.lr.warmed(step, clock.tokens):
             clock.warmup_steps, clock.warmup_tokens = step, clock.tokens
         seconds = time.perf_counter() - started
         clock.seconds += seconds
+        rms = getattr(self.optimizer, "rms", torch.empty(0))
+        rms = rms[rms.isfinite()]
         return StepRecord(
-            **asdict(clock),
+            **vars(clock),
             step_seconds=round(seconds, 6),
             loss=loss.item(),
             lr=lr,
             length=length,
             batch=size,
             grad_norm=norm,
-            rms_max=self._rms(),
+            rms_max=float(rms.max()) if rms.numel() else None,
         )
 
     def _backward(self, batch: dict[str, Any]) -> Tensor:
@@ -265,7 +251,7 @@ class _Run:
         parts = split(batch, self.config.micro_batch)
         total = torch.zeros((), device=self.group.device)
         for i, part in enumerate(parts):
-            with self.group.accumulate(self.model, i == len(parts) - 1), self._autocast():
+            with self.group.accumulate(self.model, i == len(parts) - 1), self.autocast():
                 loss = self.task.loss(self.compiled, part) / len(parts)
                 loss.backward()
             total += loss.detach()
@@ -281,97 +267,66 @@ class _Run:
             nn.utils.clip_grads_with_norm_(params, self.config.optim.clip_norm, found)
         return norm
 
-    def _count_skips(self, finite: bool, step: int) -> None:
-        state = self.state
-        state.skipped_in_a_row = 0 if finite else state.skipped_in_a_row + 1
-        if not finite:
-            state.skipped += 1
-            reason = "the loss or its gradient is not finite; weights and optimizer state are unchanged"
-            self.log.event(EventKind.SKIPPED, step=step, reason=reason)
-            self.line.print(f"step {step}  skipped: {reason}")
-
-    def _rms(self) -> float | None:
-        """The largest RMS_t of the step, if the optimizer measures it."""
-        rms = getattr(self.optimizer, "rms", torch.empty(0))
-        finite = rms[rms.isfinite()]
-        return float(finite.max()) if finite.numel() else None
-
-    def _autocast(self) -> Any:
-        if self.config.autocast == "off":
-            return nullcontext()
-        return torch.autocast(self.group.device.type, getattr(torch, self.config.autocast))
-
     # --- Evaluation and log
 
-    @torch.no_grad()
     def _evaluate(self) -> bool:
         """Validate at full length; True if the run has diverged."""
-        config, state, clock = self.config, self.state, self.state.clock
-        self.model.eval()
-        batches = self.task.batches("validation", 0)
-        sums: dict[str, Tensor] = {}
-        for _ in range(config.eval_batches):
-            with self._autocast():
-                found = self.task.evaluate(self.model, batches.next(self.task.eval_batch))
-            for name, x in found.items():
-                sums[name] = sums.get(name, torch.zeros((), device=self.group.device)) + x.detach().float()
-        self.model.train()
-        means = {name: self.group.mean(x / config.eval_batches).item() for name, x in sums.items()}
-        loss = means["loss"]
-        self.log.event(EventKind.EVALUATED, step=clock.step, tokens=clock.tokens, seconds=clock.seconds, **means)
-        self.line.print(f"step {clock.step}  validation " + "  ".join(f"{k} {v:.4f}" for k, v in means.items()))
-        if self.board is not None:
-            self.board.add("validation", means, clock.step)
+        state, clock = self.state, self.state.clock
+        with self.autocast():
+            found = self.task.validate(self.model, self.config.eval_batches)
+        means: dict[str, Any] = {name: self.group.mean(x).item() for name, x in found.items()}
+        text, loss = "  ".join(f"{k} {v:.4f}" for k, v in means.items()), means["loss"]
+        clocks: dict[str, Any] = {"step": clock.step, "tokens": clock.tokens, "seconds": clock.seconds}
+        self._report(EventKind.EVALUATED, f"validation {text}", **clocks, **means)
+        self.board.add("validation", means, clock.step)
         self.evaluated = (clock.step, loss)
         if state.first_loss is None:
             state.first_loss = loss
         if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss
-        state.bad_evaluations = state.bad_evaluations + 1 if self._too_high(loss) else 0
-        return self._diverged(state.bad_evaluations, DIVERGED_EVALUATIONS, "evaluations")
+        return self._diverged("evaluations", loss)
 
-    def _training_diverged(self, loss: float) -> bool:
-        """Check the training loss too: evaluations may be far apart."""
-        self.state.bad_steps = self.state.bad_steps + 1 if self._too_high(loss) else 0
-        return self._diverged(self.state.bad_steps, DIVERGED_STEPS, "steps")
-
-    def _too_high(self, loss: float) -> bool:
+    def _diverged(self, what: Literal["evaluations", "steps"], loss: float) -> bool:
+        """Count the losses in a row that are too high; True if there are too many."""
         limit, first = self.config.diverged_at, self.state.first_loss
-        return limit is not None and first is not None and not loss <= limit * first
-
-    def _diverged(self, count: int, most: int, what: str) -> bool:
+        high = limit is not None and first is not None and not loss <= limit * first
+        count = getattr(self.state, f"bad_{what}") + 1 if high else 0
+        setattr(self.state, f"bad_{what}", count)
+        most = DIVERGED_STEPS if what == "steps" else DIVERGED_EVALUATIONS
         if count >= most:
-            reason = f"{most} {what} in a row above {self.config.diverged_at} times the first validation loss"
+            reason = f"{most} {what} in a row above {limit} times the first validation loss"
             self.log.event(EventKind.STOPPED, reason=reason)
         return count >= most
+
+    def _report(self, kind: EventKind, text: str, *, step: int, **values: Any) -> None:
+        self.log.event(kind, step=step, **values)
+        self.line.print(f"step {step}  {text}")
 
     def _record(self, record: StepRecord) -> None:
         before = self.log.pending_error
         self.log.step(record)
         if self.log.pending_error and not before:
             self.line.print(f"step {record.step}  cannot write the log: {self.log.pending_error}; its lines are kept")
-        totals = self.watcher.write(record.step, totals=self.board is not None)
+        totals = self.watcher.write(record.step, totals=self.board.enabled)
         for alarm in self.watcher.alarms:
             self.line.print(str(alarm))
-        if self.board is not None:
-            self.board.add("train", record.to_json(), record.step)
-            self.board.add("watch", totals, record.step)
+        self.board.add("train", record.to_json(), record.step)
+        self.board.add("watch", totals, record.step)
 
     # --- Checkpoints
 
     def _checkpoint(self) -> None:
         step, started = self.state.clock.step, time.perf_counter()
         self.saved = step
-        generators = self.group.gather(read_generators(self.group.device))
         state: dict[str, Any] = {"progress": asdict(self.state), "data": self.batches.state()}
-        state |= {"generators": generators, "watch": self.watcher.state()}
+        state |= {"generators": self.group.read_generators(), "watch": self.watcher.state()}
         loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
         try:
             path = self.checkpoints.save(step, self.model, self.optimizer, state, validation_loss=loss)
         except OSError as error:  # a full disk does not end the run: earlier checkpoints are still there
-            reason = f"{error.strerror or error}"
-            self.log.event(EventKind.CHECKPOINT_FAILED, step=step, reason=reason)
-            self.line.print(f"step {step}  no checkpoint: {reason}; earlier ones are intact, training continues")
+            reason = str(error.strerror or error)
+            text = f"no checkpoint: {reason}; earlier ones are intact, training continues"
+            self._report(EventKind.CHECKPOINT_FAILED, text, step=step, reason=reason)
             return
         seconds = round(time.perf_counter() - started, 3)
         self.log.event(EventKind.CHECKPOINT, step=step, path=path.name, seconds=seconds)
@@ -383,9 +338,9 @@ class _Run:
         position = {"position": saved["data"]["position"]}
         self.source.load(self.source.state() | position if force else saved["data"])
         if len(saved["generators"]) == self.group.world:
-            restore_generators(saved["generators"][self.group.rank], self.group.device)
+            self.group.restore_generators(saved["generators"])
         else:
-            torch.manual_seed(mix_seed(self.config.seed, chosen, self.group.rank))
+            self.group.seed_generators(self.config.seed, chosen)
         self.saved = chosen
         self.checkpoints.remove_after(chosen)
         self.log.truncate(chosen)
@@ -399,15 +354,14 @@ class _Run:
         cause = f"{alarm.kind} in {alarm.where}"
         if count >= MAX_ROLLBACKS:
             why = f"{count} times already" if steps else "there is no checkpoint yet"
-            self.log.event(EventKind.NOT_ROLLED_BACK, step=now, reason=f"{cause}; {why}")
-            self.line.print(f"step {now}  not rolled back: {why}")
+            self._report(EventKind.NOT_ROLLED_BACK, f"not rolled back: {why}", step=now, reason=f"{cause}; {why}")
             return False
         self.rollbacks[steps[-1]] = count + 1
         self._load_weights(steps[-1])
         self.group.barrier()  # no process writes to the log while it is truncated
         self.log.truncate(steps[-1])
-        self.log.event(EventKind.ROLLED_BACK, step=now, to=steps[-1], reason=cause)
-        self.line.print(f"step {now}  back to step {steps[-1]}: {cause}")
+        text = f"back to step {steps[-1]}: {cause}"
+        self._report(EventKind.ROLLED_BACK, text, step=now, to=steps[-1], reason=cause)
         return True
 
     def _load_weights(self, step: int) -> dict[str, Any]:
@@ -420,14 +374,11 @@ class _Run:
 
 
 def _facts(task: Task) -> dict[str, Any]:
-    """What is saved with the config."""
-    return {"sha256": task.sha256, "params": count_params(task.model), "torch": torch.__version__}
-
-
-def count_params(model: nn.Module) -> int:
-    """The model's own count if it has one (a GPT counts the matrices of its blocks), or all parameters."""
-    counted = getattr(model, "count_params", lambda: sum(p.numel() for p in model.parameters()))
-    return int(counted())
+    """What is saved with the config. A model's own count of parameters is used if it has one, as a GPT."""
+    model: Any = task.model
+    own = hasattr(model, "count_params")
+    params = model.count_params() if own else sum(p.numel() for p in model.parameters())
+    return {"sha256": task.sha256, "params": int(params), "torch": torch.__version__}
 
 
 def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:
@@ -449,14 +400,3 @@ def _check_sizes(config: RunConfig, world: int) -> None:
             raise ConfigError(
                 f"a batch of {size} does not split over {world} processes{micro}; try a multiple of {parts}"
             )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

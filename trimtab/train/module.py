@@ -1,4 +1,4 @@
-"""A model and data of the user's own in the training loop, given as `package.file:function`.
+"""A user-defined model and data in the training loop, given as `package.file:function`.
 
     def build(width=64, depth=2):                      the options of the config, as keywords
         model = MyModel(width, depth)                  model(**batch) is the loss, or has it as `.loss`
@@ -8,7 +8,7 @@
                 yield {"x": ..., "y": ...}             tensors, one batch
         return model, data                             or model, data, a hash of the data
 
-Batches are made in a thread, so they need a random generator of their own. If the iterable ends, `data` is called again
+Batches are made in a thread, so they need their own random generator. If the iterable ends, `data` is called again
 with a seed that is 1000 higher. A resume makes the batches again and skips those that were used; an object with
 `next(batch)`, `state()` and `load(state)` is positioned directly.
 
@@ -19,6 +19,7 @@ The validation loss is the mean of the model's own loss, in eval mode. One proce
 import hashlib
 import importlib
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -43,7 +44,7 @@ class Built(NamedTuple):
 
 
 def module_run(build: str, *, steps: int = 500, batch: int = 16, options: Mapping[str, Any] | None = None) -> ModuleRun:
-    """The default config for a model of the user's own, with AdamW. Imports the function but does not call it."""
+    """The default config for a user-defined model, with AdamW. Imports the function but does not call it."""
     find_function(build)
     lr = LearningRate(kind="cosine", warmup=max(steps // 20, 1), floor=1e-5)
     return ModuleRun(
@@ -113,8 +114,6 @@ class ModuleBatches:
     def __init__(self, build: str, data: Callable[[str, int], Any], split: str, seed: int) -> None:
         self.build, self.data, self.split, self.seed = build, data, split, seed
         self.position = 0  # batches that the caller has used; the source follows at the next batch
-        self._taken = self._passes = 0
-        self._iterator: Iterator[Any] = iter(())
         self._restart()
         if self._placed:
             try:
@@ -148,7 +147,7 @@ class ModuleBatches:
 
     def _take(self, batch: int) -> dict[str, Any]:
         try:
-            found = self._source.next(batch) if self._placed else self._next()
+            found = self._source.next(batch) if self._placed else next(self._iterator)
         except (ConfigError, RunError):
             raise
         except Exception as error:
@@ -158,29 +157,29 @@ class ModuleBatches:
         self._taken += 1
         return dict(found)
 
-    def _next(self) -> Any:
-        """The next batch of an iterable; at its end it is opened again with another seed."""
-        for _ in range(2):
-            for found in self._iterator:
-                return found
-            self._passes += 1
-            self._iterator = iter(self._open())
-        raise RunError(f"{self.build}: data({self.split!r}, seed) has no batches")
-
     def _restart(self) -> None:
-        self._taken, self._passes = 0, 0
-        self._source = self._open()
-        self._placed = all(callable(getattr(self._source, name, None)) for name in ("next", "state", "load"))
-        self._iterator = iter(()) if self._placed else iter(self._source)
+        self._taken = 0
+        self._source: Any = self._open(self.seed)
+        self._placed: bool = all(callable(getattr(self._source, name, None)) for name in ("next", "state", "load"))
+        if not self._placed and not isinstance(self._source, Iterable):
+            got = _kind(self._source)
+            raise ConfigError(f"{self.build}: data({self.split!r}, seed) must return batches, got {got}")
+        self._iterator = self._repeat(self._source)
 
-    def _open(self) -> Any:
+    def _repeat(self, source: Iterable[Any]) -> Iterator[Any]:
+        """The batches of an iterable; at its end it is opened again with another seed."""
+        for seed in itertools.count(self.seed + SEED_STRIDE, SEED_STRIDE):
+            before = self._taken
+            yield from source
+            if self._taken == before:
+                raise RunError(f"{self.build}: data({self.split!r}, seed) has no batches")
+            source = self._open(seed)
+
+    def _open(self, seed: int) -> Any:
         try:
-            source = self.data(self.split, self.seed + SEED_STRIDE * self._passes)
+            return self.data(self.split, seed)
         except Exception as error:
-            raise ConfigError(f"{self.build}: data({self.split!r}, {self.seed}) raised {_describe(error)}") from error
-        if not isinstance(source, Iterable) and not hasattr(source, "next"):
-            raise ConfigError(f"{self.build}: data({self.split!r}, seed) must return batches, got {_kind(source)}")
-        return source
+            raise ConfigError(f"{self.build}: data({self.split!r}, {seed}) raised {_describe(error)}") from error
 
 
 def compute_loss(build: str, run: nn.Module, batch: Mapping[str, Any], device: Any) -> Tensor:

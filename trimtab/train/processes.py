@@ -1,15 +1,16 @@
-"""One process or many: rank, device, collectives, and how a model is distributed.
+"""One process or many: rank, device, collectives, random generators, and how a model is distributed.
 
 `torchrun --nproc-per-node 2 -m trimtab train ...` starts several, with gloo on CPUs and NCCL on GPUs. With one process
 all of this does nothing.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from trimtab.runs import RunError, lock_folder
 from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
-Result = TypeVar("Result")
 # Words in the errors of gloo and NCCL when another process does not answer.
 _LOST = ("connection", "peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
 
@@ -63,24 +63,41 @@ class Processes:
         dist.all_gather_object(found, value)
         return found
 
-    def run_on_all(self, work: Callable[[], Result]) -> Result:
-        """Call `work` on every process. An OSError or RunError of one is raised by all, so that none waits forever."""
-        result: Result | None = None
+    def run_on_first(self, work: Callable[[], None]) -> None:
+        """Call `work` on the first process. Its OSError or RunError is raised by all, so that none waits forever."""
         error: OSError | RunError | None = None
         try:
-            result = work()
+            if self.rank == 0:
+                work()
         except (OSError, RunError) as caught:
             error = caught
-        for failed in self.gather(error):
-            if failed is not None:
-                raise error or failed
-        return cast(Result, result)
+        first = self.gather(error)[0]
+        if first is not None:
+            raise error or first
+
+    def seed_generators(self, seed: int, step: int) -> None:
+        """Start random numbers that differ between processes."""
+        digest = hashlib.sha256(f"{seed}:{step}:{self.rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def read_generators(self) -> list[dict[str, str]]:
+        """The states of the random generators of all processes, as hexadecimal text for JSON."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return self.gather({name: bytes(x.tolist()).hex() for name, x in states.items()})
+
+    def restore_generators(self, saved: list[dict[str, str]]) -> None:
+        states = {name: torch.tensor(list(bytes.fromhex(x)), dtype=torch.uint8) for name, x in saved[self.rank].items()}
+        torch.set_rng_state(states["cpu"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
 
     @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
         """The first process locks the folder. All raise RunError if it is in use."""
         with ExitStack() as stack:
-            self.run_on_all(lambda: stack.enter_context(lock_folder(folder)) if self.rank == 0 else None)
+            self.run_on_first(lambda: stack.enter_context(lock_folder(folder)))
             yield
 
     def is_lost(self, error: RuntimeError) -> bool:
@@ -113,20 +130,20 @@ class Processes:
 
 
 @contextmanager
-def processes(parallel: Parallel) -> Iterator[Processes]:
-    """Join the process group if torchrun started this process, and leave it at the end."""
+def processes(parallel: Parallel, threads: int | None = None) -> Iterator[Processes]:
+    """Set the number of threads, and join the process group if torchrun started this process. Undone at the end."""
     gpus = torch.cuda.device_count()
-    started = not dist.is_initialized()
-    if os.environ.get("WORLD_SIZE", "1") == "1" and started:
-        yield Processes(device=torch.device("cuda" if gpus else "cpu"), parallel=parallel)
-        return
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else CPU
-    if started:
-        if gpus:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if gpus else "gloo")
-    try:
+    with ExitStack() as stack:
+        if threads is not None:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(threads)
+        if os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_initialized():
+            yield Processes(device=torch.device("cuda" if gpus else "cpu"), parallel=parallel)
+            return
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpus else CPU
+        if not dist.is_initialized():
+            if gpus:
+                torch.cuda.set_device(device)
+            dist.init_process_group("nccl" if gpus else "gloo")
+            stack.callback(dist.destroy_process_group)
         yield Processes(dist.get_rank(), dist.get_world_size(), device, parallel)
-    finally:
-        if started:
-            dist.destroy_process_group()
