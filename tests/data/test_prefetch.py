@@ -1,5 +1,8 @@
 """The prefetcher gives the batches, positions and errors of its source, in the same order."""
 
+import gc
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -141,13 +144,35 @@ def test_closing_ends_the_thread_and_gives_the_source_back():
     source = Slow()
     ahead = Prefetcher(source, depth=3, batch=1)
     assert ahead.next(1)["number"] == 1
-    thread = next(thread for thread in threading.enumerate() if thread.name.startswith("trimtab-prefetch"))
+    thread = next(thread for thread in threading.enumerate() if thread.name == "trimtab-prefetch")
     ahead.close()
     ahead.close()
     assert not thread.is_alive()
     assert source.position == 1
     with pytest.raises(ValueError, match="this prefetcher is closed"):
         ahead.next(1)
+
+
+def test_a_source_that_never_returns_does_not_delay_the_end_of_the_program():
+    code = """
+import time
+from trimtab.data import Prefetcher
+class Hangs:
+    def next(self, batch): time.sleep(600)
+    def state(self): return {}
+    def load(self, state): pass
+ahead = Prefetcher(Hangs(), batch=1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_thread_ends_when_the_prefetcher_is_collected():
+    ahead = Prefetcher(Slow(), batch=1)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "trimtab-prefetch")
+    del ahead
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_depth_must_be_positive():
