@@ -45,7 +45,7 @@ class Prefetcher:
         self._size, self._closed = batch, False
         self._prepared: deque[Future[tuple[dict[str, Any], dict[str, Any]]]] = deque()
         self._requests: SimpleQueue[tuple[Future[Any], int] | None] = SimpleQueue()  # None ends the thread
-        # A daemon, unlike the threads of an executor: a source that never returns does not delay the end of the program.
+        # A daemon, unlike the threads of an executor: a source that never returns does not delay exit.
         self._thread = Thread(target=_prepare, args=(batches, self._requests), name="trimtab-prefetch", daemon=True)
         self._thread.start()
         self._end_thread = weakref.finalize(self, self._requests.put, None)

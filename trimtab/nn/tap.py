@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 Handler = Callable[[str, Tensor], None]
 
-# Parts of module names added by torch.compile and checkpoint wrappers.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def tap(x: Tensor, name: str) -> Tensor:
@@ -46,7 +45,7 @@ def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = (
     listener = _Listener(handler, (patterns,) if isinstance(patterns, str) else tuple(patterns))
     hooks = []
     for name, module in model.named_modules():
-        path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        path = strip_wrappers(name)
         hooks.append(module.register_forward_pre_hook(partial(listener.enter, path)))
         # also if forward raises: otherwise the path would be wrong afterwards
         hooks.append(module.register_forward_hook(partial(listener.leave, path), always_call=True))
@@ -57,6 +56,11 @@ def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = (
         _listeners.remove(listener)
         for hook in hooks:
             hook.remove()
+
+
+def strip_wrappers(name: str) -> str:
+    """The name of a module or parameter without the parts that torch.compile and activation checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class _Listener(threading.local):
