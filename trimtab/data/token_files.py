@@ -24,8 +24,8 @@ def holds_tokens(path: Path) -> bool:
 
 def open_token_files(
     path: Path, spec: str, root: Path
-) -> tuple[dict[str, NDArray[Any]], TextTokenizer, str, dict[Path, str]]:
-    """Return splits, tokenizer, sha256, and the sha256 of each file. The last tenth of a single file is validation."""
+) -> tuple[str, TextTokenizer, dict[str, NDArray[Any]], dict[Path, str]]:
+    """Return sha256, tokenizer, splits, and the sha256 of each file. The last tenth of a single file is validation."""
     files = _find(path)
     dtype = _dtype(files[0].parent)
     parts = [map_tokens(file, dtype.name) for file in files]
@@ -35,7 +35,7 @@ def open_token_files(
         cut = len(parts[0]) - int(len(parts[0]) * VALIDATION)
         parts = [parts[0][:cut], parts[0][cut:]]
     hashes = dict(zip(files, summary["files"], strict=True))
-    return {"train": parts[0], "validation": parts[1]}, tokenizer, summary["sha256"], hashes
+    return summary["sha256"], tokenizer, {"train": parts[0], "validation": parts[1]}, hashes
 
 
 def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
