@@ -212,7 +212,7 @@ def test_pairs_can_be_prefetched(shapes):
 
 
 def test_bad_arguments_are_refused(shapes, cache):
-    with pytest.raises(ValueError, match=r"batch=41 is more than the 40 pairs of shapes; try batch=40 or less"):
+    with pytest.raises(ValueError, match=r"batch=41 is above the 40 pairs of shapes; try batch=40 or less"):
         PairBatches(shapes, "validation", seed=0).next(41)
     with pytest.raises(ValueError, match="batch=5 does not split over world=2"):
         PairBatches(shapes, seed=0, world=2).next(5)

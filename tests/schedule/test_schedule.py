@@ -237,7 +237,7 @@ def test_the_table_of_batches_is_what_a_loop_would_take():
         (lambda: LearningRate(decay_unit="seconds"), "decay_unit='seconds' is not known; try 'steps' or 'tokens'"),
         (lambda: LearningRate(floor=-1e-5), "floor=-1e-05 must be at least 0; try floor=0.0"),
         (lambda: LearningRate(floor=math.nan), "floor=nan is not a finite number"),
-        (lambda: LearningRate(warmup=100, decay=100), "ends before warmup=100 ends; try decay=1000"),
+        (lambda: LearningRate(warmup=100, decay=100), "ends before warmup=100; try decay=1000"),
         (lambda: LearningRate(kind="inverse-sqrt"), "got warmup=0; try warmup=1000"),
         (lambda: LearningRate(decay=9).at(1.0, -1, 0), "step=-1 is before the start of a run"),
         (lambda: LearningRate(decay=9).at(1.0, 1, -5), "tokens=-5 is before the start of a run"),

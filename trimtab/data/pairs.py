@@ -97,9 +97,7 @@ class PairBatches(Ordered):
         """This process's pairs of the next global batch: `images` float32 [batch / world, 3, S, S] and `captions`."""
         share, size = self.share(batch), len(self.chosen)
         if batch > size:
-            raise ValueError(
-                f"batch={batch} is more than the {size} pairs of {self.pairs.name}; try batch={size} or less"
-            )
+            raise ValueError(f"batch={batch} is above the {size} pairs of {self.pairs.name}; try batch={size} or less")
         if self.position % size + batch > size:
             self.position += -self.position % size
         epoch, place = divmod(self.position, size)

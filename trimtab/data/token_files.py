@@ -44,7 +44,7 @@ def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
     size = path.stat().st_size
     if size % kind.itemsize:
         raise ValueError(
-            f"{path} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated, or another format"
+            f"{path} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated or not tokens"
         )
     # An empty file cannot be mapped.
     return np.memmap(path, kind, mode="r") if size else np.empty(0, kind)
@@ -95,7 +95,7 @@ def _tokenizer(folder: Path, spec: str, vocab: int, dtype: np.dtype[Any]) -> Tex
         tokenizer = load_tokenizer(spec.removeprefix("file:"))
     elif spec != "bytes":
         raise ValueError(
-            f"{folder} holds tokens already; tokenizer={spec!r} cannot change them; try tokenizer='file:<their json>'"
+            f"{folder} holds tokens, which tokenizer={spec!r} cannot change; try tokenizer='file:<their json>'"
         )
     else:
         tokenizer = load_tokenizer(beside) if beside.is_file() else Ids(vocab)

@@ -143,9 +143,7 @@ def check_spec(spec: str) -> None:
     if kind != "bpe" or not rest.isdecimal():
         raise ValueError(f"unknown tokenizer {spec!r}; try 'bytes', 'bpe:4096' or 'file:tokenizer.json'")
     if int(rest) < SMALLEST_BPE:
-        raise ValueError(
-            f"tokenizer {spec!r} has no room for 256 bytes and an end token; try 'bpe:{SMALLEST_BPE}' or more"
-        )
+        raise ValueError(f"{spec!r} has no room for 256 bytes and an end token; try 'bpe:{SMALLEST_BPE}' or more")
     load_extra("tokenizers", extra="hf", purpose=f"tokenizer {spec!r}")
 
 

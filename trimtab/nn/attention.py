@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimtab.nn.config import TransformerConfig
-from trimtab.nn.init import init_linear
-from trimtab.nn.linear import build_linear
+from trimtab.nn.linear import build_linear, init_linear
 from trimtab.nn.tap import has_listener, tap
 
 ROPE_BASE = 10_000.0

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least, check_rope
 from trimtab.nn.embedding import StableEmbedding
-from trimtab.nn.init import init_linear
+from trimtab.nn.linear import init_linear
 from trimtab.nn.loss import Loss, check_indices, cross_entropy, linear_cross_entropy
 from trimtab.nn.tap import has_listener, tap
 from trimtab.nn.transformer import Transformer
@@ -150,9 +150,7 @@ class GPT(nn.Module):
 
 def check_tokens(tokens: Tensor, config: GPTConfig) -> None:
     if tokens.dim() != 2:
-        raise ValueError(
-            f"tokens must be [batch, time], got shape {tuple(tokens.shape)}; tokens[None] is a batch of one"
-        )
+        raise ValueError(f"tokens must be [batch, time], got shape {tuple(tokens.shape)}; try tokens[None] for one row")
     if tokens.shape[1] > config.context:
         raise ValueError(
             f"a sequence of {tokens.shape[1]} tokens is longer than context={config.context}; "

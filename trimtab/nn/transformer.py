@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn.attention import Attention, Rotation, rotation_for
 from trimtab.nn.config import TransformerConfig
-from trimtab.nn.init import init_linear
-from trimtab.nn.linear import build_linear
+from trimtab.nn.linear import build_linear, init_linear
 from trimtab.nn.tap import tap
 from trimtab.ops.gelu import gelu
 
