@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(text, tmp_path, monkey
     assert [path.suffix for path in (tmp_path / "cache" / "corpora").iterdir()] == [".lock"]
 
 
-def test_a_source_that_vanishes_is_not_blamed_on_the_cache(text, tmp_path, monkeypatch):
+def test_a_missing_source_file_is_not_reported_as_a_cache_error(text, tmp_path, monkeypatch):
     def vanish(*_: object) -> None:
         open(text / "gone.txt")  # noqa: SIM115
 

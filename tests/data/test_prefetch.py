@@ -104,14 +104,14 @@ def test_no_more_than_depth_are_prepared():
             ahead.next(1)
 
 
-def test_what_was_prepared_in_vain_is_counted():
+def test_batches_of_a_wrong_size_are_counted():
     with Prefetcher(Slow(), depth=2, batch=1) as ahead:
         time.sleep(0.15)
         assert ahead.next(2)["number"] == 1
         assert ahead.dropped == 2
 
 
-def test_an_error_comes_at_its_batch_and_can_be_tried_again():
+def test_an_error_is_raised_at_its_batch_and_can_be_retried():
     source = Slow(fails_at=2)
     with Prefetcher(source, depth=4) as ahead:
         assert [ahead.next(1)["number"] for _ in range(2)] == [1, 2]
@@ -140,7 +140,7 @@ def test_a_refused_state_leaves_the_position():
         assert_same(ahead.next(2)["tokens"], plain.next(2)["tokens"])
 
 
-def test_closing_ends_the_thread_and_gives_the_source_back():
+def test_closing_ends_the_thread_and_resets_the_source():
     source = Slow()
     ahead = Prefetcher(source, depth=3, batch=1)
     assert ahead.next(1)["number"] == 1

@@ -150,7 +150,6 @@ def check_spec(spec: str) -> None:
 def train_bpe(pieces: Iterable[bytes], vocab: int) -> BPE:
     """Train until there are `vocab` ids including the end token, or nothing is left to merge; see `.vocab`."""
     library = load_extra("tokenizers", extra="hf", purpose="training a byte-pair encoding")
-    load_extra("tokenizers.trainers", extra="hf", purpose="training a byte-pair encoding")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()

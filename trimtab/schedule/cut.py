@@ -118,7 +118,7 @@ class _Cut:
         """Refuse a tensor that is not cut if its number of rows would be wrong."""
         if self.pieces > 1 and _is_tensor(x) and x.shape and x.shape[0] == self.rows:
             raise ValueError(
-                f"one row becomes {self.pieces}, and {name} of shape {tuple(x.shape)} has no time to be cut along; "
+                f"each row is split into {self.pieces}, but {name} of shape {tuple(x.shape)} has no time dimension; "
                 "try cut_mode='truncate'"
             )
 
