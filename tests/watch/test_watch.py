@@ -264,9 +264,9 @@ def test_invalid_arguments_are_refused():
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got Linear"):
         Watch(model, model)
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="every must be at least 1, got 0 and 10"):
         Watch(model, optimizer, every=0)
-    with pytest.raises(ValueError, match="deep_every must be at least 1"):
+    with pytest.raises(ValueError, match="deep_every must be at least 1, got 1 and 0"):
         Watch(model, optimizer, deep_every=0)
 
 
