@@ -94,7 +94,7 @@ def test_a_batch_that_does_not_split_is_refused_and_moves_nothing(batch, world):
     assert batches.position == 0
 
 
-def test_another_number_of_processes_goes_on():
+def test_another_number_of_processes_can_resume():
     corpus = counting(80)
     two = TextBatches(corpus, context=4, seed=5, rank=1, world=2)
     two.next(6)

@@ -15,7 +15,7 @@ from tests.data.corpora import write_files
 from trimtab.data import cache as cache_module
 from trimtab.data import cache_dir, open_corpus
 from trimtab.data import corpus as corpus_module
-from trimtab.data.cache import build_folder, write_json
+from trimtab.data.cache import build_folder, read_meta, write_json
 
 forked = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 
@@ -25,12 +25,9 @@ def text(tmp_path: Path) -> Path:
     return write_files(tmp_path / "text", {f"{i}.txt": f"text {i}\n" * 50 for i in range(20)})
 
 
-def is_whole(folder: Path) -> bool:
-    return (folder / "done").is_file()
-
-
-def fill(folder: Path) -> None:
+def fill(folder: Path) -> dict[str, Any]:
     (folder / "done").write_text("all")
+    return {}
 
 
 def start(target: Any, *args: Any) -> Any:
@@ -87,27 +84,28 @@ def test_processes_that_start_at_once_share_one_folder(locks, text, tmp_path, mo
 def test_the_second_waits_and_does_not_work_twice(tmp_path):
     filled: list[str] = []
 
-    def slowly(folder: Path) -> None:
+    def slowly(folder: Path) -> dict[str, Any]:
         filled.append(folder.name)
         time.sleep(0.1)
-        fill(folder)
+        return fill(folder)
 
-    threads = [threading.Thread(target=build_folder, args=(tmp_path / "a", slowly, is_whole)) for _ in range(3)]
+    threads = [threading.Thread(target=build_folder, args=(tmp_path / "a", slowly)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(filled) == 1
-    assert is_whole(tmp_path / "a")
+    assert read_meta(tmp_path / "a") == {"bytes": {"done": 3}}
 
 
 def _hang(target: Path, connection: Any) -> None:
-    def half(folder: Path) -> None:
+    def half(folder: Path) -> dict[str, Any]:
         (folder / "train.bin").write_bytes(b"half")
         connection.send("writing")
         time.sleep(60)
+        return {}
 
-    build_folder(target, half, is_whole)
+    build_folder(target, half)
 
 
 @forked
@@ -121,18 +119,18 @@ def test_a_killed_process_leaves_nothing_that_counts(tmp_path):
     process.join(timeout=20)
     assert not (tmp_path / "a").exists()
     assert len(list(tmp_path.glob("*.tmp"))) == 1
-    build_folder(tmp_path / "a", fill, is_whole)  # the lock died with its holder
-    assert is_whole(tmp_path / "a")
+    build_folder(tmp_path / "a", fill)  # the lock died with its holder
+    assert read_meta(tmp_path / "a") == {"bytes": {"done": 3}}
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_failure_leaves_nothing(tmp_path):
-    def fail(folder: Path) -> None:
+    def fail(folder: Path) -> dict[str, Any]:
         (folder / "half").write_text("x")
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        build_folder(tmp_path / "a", fail, is_whole)
+        build_folder(tmp_path / "a", fail)
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
 
 
@@ -178,13 +176,13 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(text, tmp_path, monkey
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(corpus_module, "write_json", full)
+    monkeypatch.setattr(cache_module, "write_json", full)
     with pytest.raises(ValueError, match=r"cannot write the cache .*: No space left on device"):
         open_corpus(text, cache=tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache" / "corpora").iterdir()] == [".lock"]
 
 
-def test_a_source_that_vanishes_is_not_blamed_on_the_cache(text, tmp_path, monkeypatch):
+def test_a_missing_source_file_is_not_reported_as_a_cache_error(text, tmp_path, monkeypatch):
     def vanish(*_: object) -> None:
         open(text / "gone.txt")  # noqa: SIM115
 

@@ -206,7 +206,7 @@ def test_an_unknown_name_is_refused(tmp_path, cache):
         open_corpus(tmp_path / "x.bin", cache=cache)
 
 
-def test_a_python_without_sources_says_so(tmp_path, monkeypatch):
+def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sources_module.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ValueError, match=r"this Python has no sources .* give a file"):
         open_corpus()

@@ -72,7 +72,7 @@ def test_what_cannot_be_used_is_refused(library, tmp_path):
             open_corpus(f"hf:{tmp_path / name}", cache=tmp_path / "cache")
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_the_extra_the_error_has_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"'hf:x' needs the package datasets .*pip install 'trimtab\[hf\]'"):
         open_corpus("hf:x", cache=tmp_path)

@@ -27,7 +27,7 @@ def test_a_place_is_found_alone_as_among_others(size, seed, data):
     assert ((together >= 0) & (together < size)).all()
 
 
-def test_the_order_is_the_same_for_ever():
+def test_the_order_does_not_change_between_versions():
     """A run saved last year goes on with its own windows, whatever numpy and torch have become."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [6, 1, 8, 9, 7, 4, 3, 2, 0, 5]
 

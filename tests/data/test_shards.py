@@ -74,7 +74,7 @@ def test_a_cut_shard_is_refused_wherever_it_is_cut(tmp_path):
     used = 2 * (512 + 1024)
     for size in (0, 100, 512, 900, 1536, 1700, used - 512, used, used + 512):
         (tmp_path / "cut.tar").write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"cut\.tar is not a whole tar file"):
+        with pytest.raises(ValueError, match=r"cut\.tar is not a complete tar file"):
             list(read_shards([tmp_path / "cut.tar"]))
     (tmp_path / "cut.tar").write_bytes(whole[: used + 1024])
     assert len(list(read_shards([tmp_path / "cut.tar"]))) == 2
@@ -82,7 +82,7 @@ def test_a_cut_shard_is_refused_wherever_it_is_cut(tmp_path):
 
 def test_what_is_no_tar_is_refused(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"text, " * 500 + bytes(1024))
-    with pytest.raises(ValueError, match=r"a\.tar is not a whole tar file"):
+    with pytest.raises(ValueError, match=r"a\.tar is not a complete tar file"):
         list(read_shards([tmp_path / "a.tar"]))
     with pytest.raises(ValueError, match=r"has a\.txt twice"):
         list(read_shards([_doubled(tmp_path / "b.tar")]))
@@ -183,7 +183,7 @@ def test_a_broken_picture_is_named(tmp_path):
         list(read_pairs([shard], 8))
 
 
-def test_without_pillow_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_pillow_the_error_has_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     pair = Pair(np.zeros((8, 8, 3), np.uint8), "a", "a")

@@ -107,7 +107,7 @@ def test_tokens_that_do_not_fit_are_refused(nano, tmp_path):
     (tmp_path / "wide.json").write_text('{"kind": "ids", "vocab": 128256}')
     with pytest.raises(ValueError, match=r"a vocabulary of 128256 does not fit uint16 tokens; .*uint32"):
         open_corpus(nano, tokenizer=f"file:{tmp_path / 'wide.json'}", cache=tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"holds tokens already; tokenizer='bpe:300' cannot change them"):
+    with pytest.raises(ValueError, match=r"holds tokens, which tokenizer='bpe:300' cannot change"):
         open_corpus(nano, tokenizer="bpe:300", cache=tmp_path / "cache")
 
 

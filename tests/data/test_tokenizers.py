@@ -24,7 +24,7 @@ def bpe() -> BPE:
 
 @settings(deadline=None)
 @given(TEXT)
-def test_bytes_give_every_text_back(text):
+def test_bytes_decode_to_the_encoded_text(text):
     ids = Bytes().encode(text)
     assert Bytes().decode(ids) == text
     assert ids == list(text.encode())
@@ -32,7 +32,7 @@ def test_bytes_give_every_text_back(text):
 
 @settings(deadline=None)
 @given(TEXT)
-def test_bpe_gives_every_text_back(bpe, text):
+def test_bpe_decodes_to_the_encoded_text(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
     assert all(0 <= i < bpe.vocab and i != bpe.end for i in ids)
@@ -148,7 +148,7 @@ def test_a_bad_spec_is_refused_before_anything_is_read(spec, message, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_the_extra_the_error_has_the_pip_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtra, match=r"'bpe:4096' needs the package tokenizers .*pip install 'trimtab\[hf\]'"):
         check_spec("bpe:4096")

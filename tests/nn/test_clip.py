@@ -383,7 +383,7 @@ def test_images_that_do_not_fit_are_refused(images, words):
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (torch.zeros(2, 65, dtype=torch.int64), "captions of 65 tokens do not fit context=64"),
+        (torch.zeros(2, 65, dtype=torch.int64), "captions of 65 tokens exceed context=64"),
         (torch.zeros(2, 0, dtype=torch.int64), "captions of 0 tokens"),
         (torch.zeros(5, dtype=torch.int64), r"ids \(batch, length\), got shape \(5,\)"),
         (torch.zeros(2, 5), "whole numbers, got torch.float32"),

@@ -41,7 +41,7 @@ REFUSED = [
     ({"linear": "int4"}, "linear='int4' is not known; try 'float' or 'switchback'"),
     ({"positions": "alibi"}, "positions='alibi' is not known; try 'rope' or 'learned'"),
     ({"mup": "half"}, "mup='half' is not known; try 'off' or 'simple' or 'intermediate' or 'full'"),
-    ({"kappa": 1.0, "qk_norm": "whole"}, "kappa=1.0 sets the size of queries and keys, and so does qk_norm='whole'"),
+    ({"kappa": 1.0, "qk_norm": "whole"}, "kappa=1.0 and qk_norm='whole' exclude each other"),
     ({"tied": True, "mup": "simple"}, "tied=True makes one matrix of embedding and head, and mup='simple' trains"),
 ]
 

@@ -346,7 +346,7 @@ def test_wrong_tokens_are_refused_with_words():
         model(tokens.clone().fill_(61))
     with pytest.raises(ValueError, match=r"targets holds -1; try 0 to 60, or -100"):
         model.loss(tokens, targets.clone().fill_(-1))
-    with pytest.raises(ValueError, match=r"\[batch, time\], got shape \(12,\); tokens\[None\]"):
+    with pytest.raises(ValueError, match=r"\[batch, time\], got shape \(12,\); try tokens\[None\]"):
         model(tokens[0])
     with pytest.raises(ValueError, match=r"tokens must be whole numbers, got torch.float32"):
         model(tokens.float())

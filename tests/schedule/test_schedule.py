@@ -100,7 +100,7 @@ def test_a_warmup_by_tokens_and_a_fall_by_steps():
 
 
 @pytest.mark.parametrize(("warmup_unit", "decay_unit"), [("steps", "tokens"), ("tokens", "steps")])
-def test_two_clocks_need_to_know_where_the_warmup_ended(warmup_unit, decay_unit):
+def test_different_units_need_the_end_of_the_warmup(warmup_unit, decay_unit):
     rate = LearningRate(warmup=10, warmup_unit=warmup_unit, decay=10_000, decay_unit=decay_unit)
     assert 0 < rate.at(1.0, 5, 5) < 1, "not before it has"
     with pytest.raises(ValueError, match=f"need warmup_{decay_unit}, the {decay_unit} when the warm-up ended"):
@@ -176,7 +176,7 @@ class Clock:
 
 @FAST
 @given(rates(), st.integers(1, 1100))
-def test_a_run_resumed_in_the_middle_goes_on_as_if_nothing_had_happened(rate, killed_after):
+def test_a_resumed_run_has_the_same_learning_rates(rate, killed_after):
     whole = Clock(rate)
     expected = [whole.take() for _ in range(1200)]
     first = Clock(rate)
@@ -237,7 +237,7 @@ def test_the_table_of_batches_is_what_a_loop_would_take():
         (lambda: LearningRate(decay_unit="seconds"), "decay_unit='seconds' is not known; try 'steps' or 'tokens'"),
         (lambda: LearningRate(floor=-1e-5), "floor=-1e-05 must be at least 0; try floor=0.0"),
         (lambda: LearningRate(floor=math.nan), "floor=nan is not a finite number"),
-        (lambda: LearningRate(warmup=100, decay=100), "ends before warmup=100 ends; try decay=1000"),
+        (lambda: LearningRate(warmup=100, decay=100), "ends before warmup=100; try decay=1000"),
         (lambda: LearningRate(kind="inverse-sqrt"), "got warmup=0; try warmup=1000"),
         (lambda: LearningRate(decay=9).at(1.0, -1, 0), "step=-1 is before the start of a run"),
         (lambda: LearningRate(decay=9).at(1.0, 1, -5), "tokens=-5 is before the start of a run"),
@@ -254,9 +254,9 @@ def test_wrong_values_are_refused_with_one_that_would_work(build, message):
 
 def test_two_warmups_at_once_are_refused_unless_forced():
     batch = BatchWarmup(start=16, increment=16, samples=1000, end=64)
-    with pytest.raises(ValueError, match="both cut the tokens per step"):
+    with pytest.raises(ValueError, match="both reduce the tokens per step"):
         check_one_warmup(LENGTHS, batch)
-    with pytest.raises(ValueError, match="both cut the tokens per step"):
+    with pytest.raises(ValueError, match="both reduce the tokens per step"):
         check_one_warmup(SeqLenWarmup.custom(lambda step: 8, end=64), batch)
     check_one_warmup(LENGTHS, batch, force=True)
     for seqlen, other in ((None, batch), (LENGTHS, None), (LENGTHS, 64), (LENGTHS, replace(batch, start=64))):
@@ -311,7 +311,7 @@ def test_a_plan_with_a_batch_warmup():
     assert [moment.batch for moment in future.moments] == [1, 1, 1, 2, 2, 3]
     assert future.samples == 10
     assert future.tokens == 100
-    with pytest.raises(ValueError, match="both cut the tokens per step"):
+    with pytest.raises(ValueError, match="both reduce the tokens per step"):
         paper_plan(batch=batch)
 
 
@@ -326,7 +326,7 @@ def test_a_plan_with_rows_cut_up_cuts_nothing_off_that_divides():
     ("changes", "message"),
     [({"tokens": None}, "the run has no end"), ({"steps": 0}, "steps=0 is too small"), ({"points": 0}, "points=0")],
 )
-def test_a_plan_without_sense_is_refused(changes, message):
+def test_an_invalid_plan_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         paper_plan(**changes)
 

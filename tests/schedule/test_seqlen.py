@@ -178,7 +178,7 @@ def test_tokens_are_counted_as_a_loop_would(warmup, steps, batch):
 
 @FAST
 @given(warmups())
-def test_it_settles_when_it_says(warmup):
+def test_settled_is_the_first_step_at_full_length(warmup):
     settled = warmup.settled()
     assert lengths(warmup, settled, settled + 1, settled + 500) == [warmup.end] * 3
     if warmup.kind in ("linear", "root", "two-stage") and settled > 0 and warmup.start < warmup.end:
@@ -248,8 +248,8 @@ def test_a_custom_schedule_that_gives_no_length_is_refused(wrong):
         ({"kind": "root", "degree": float("nan")}, "degree=nan is not a finite number"),
         ({"kind": "discrete"}, "kind='discrete' has no lengths; try lengths="),
         ({"kind": "two-stage", "lengths": (64, 1024)}, "kind='two-stage' has no other lengths"),
-        ({"lengths": (64, 512)}, r"lengths=\(64, 512\) and end=1024 disagree; try end=512"),
-        ({"lengths": (8, 1024)}, "start=64 disagree; try start=8"),
+        ({"lengths": (64, 512)}, r"lengths=\(64, 512\) but end=1024; try end=512"),
+        ({"lengths": (8, 1024)}, "but start=64; try start=8"),
         ({"lengths": (64, 64, 1024)}, r"must rise; try lengths=\(64, 1024\)"),
         ({"lengths": (64, 0.5, 1024)}, "holds 0.5; every entry is a whole number"),
         ({"until": (5,)}, "belongs to kind='discrete', got kind='linear'"),
@@ -315,7 +315,7 @@ def test_every_part_of_a_batch_is_cut_along_its_time():
         assert_same(short[name], batch[name][:, :5])
     assert_same(short["attention_mask"], batch["attention_mask"][:, :, :5, :5])
     for name in ("pixel_values", "classes", "names", "none"):
-        assert short[name] is batch[name], "has no time to be cut along"
+        assert short[name] is batch[name], "has no time dimension"
     assert all(value.is_contiguous() for value in short.values() if isinstance(value, Tensor))
 
 
@@ -391,11 +391,11 @@ def test_an_image_as_large_as_the_text_is_long_stays_whole():
         {},
     ],
 )
-def test_batches_without_text_are_handed_on(batch):
+def test_batches_without_text_are_returned_unchanged(batch):
     assert cut(batch, 5) is batch
 
 
-def test_a_batch_that_is_short_enough_is_handed_on():
+def test_a_batch_that_is_short_enough_is_returned_unchanged():
     batch = full_batch()
     assert cut(batch, 12) is batch
     assert cut(batch, 100) is batch
@@ -478,9 +478,12 @@ def test_one_causal_mask_for_all_rows_stays_one_when_cut_up():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"pixel_values": torch.zeros(3, 3, 8, 8)}, "one row becomes 3, and pixel_values .* try cut_mode='truncate'"),
+        (
+            {"pixel_values": torch.zeros(3, 3, 8, 8)},
+            "each row is split into 3, but pixel_values .* try cut_mode='truncate'",
+        ),
         ({"position_ids": torch.arange(12)}, "needs positions for each row of tokens"),
-        ({"attention_mask": torch.ones(3, 12, 12)}, r"masks of shape \[B, L\] or \[B, 1, L, L\]"),
+        ({"attention_mask": torch.ones(3, 12, 12)}, r"supports masks \[B, L\] or \[B, 1, L, L\]"),
     ],
 )
 def test_what_cannot_be_cut_up_is_refused(other, message):
@@ -534,7 +537,7 @@ def block(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_deepspeeds_block_is_read_from_wherever_it_is(tmp_path):
+def test_deepspeeds_block_is_read_from_a_dict_text_or_file(tmp_path):
     expected = SeqLenWarmup(start=64, end=1024, steps=45_000, multiple=8, arithmetic="deepspeed")
     config = {"train_batch_size": 4096, "curriculum_learning": block()}
     path = tmp_path / "ds_config.json"
@@ -594,9 +597,7 @@ def test_deepspeeds_floats_are_kept_where_they_fall_short_and_only_for_it():
 
 
 def test_deepspeeds_arithmetic_is_refused_where_there_is_none():
-    with pytest.raises(
-        ValueError, match="belongs to kind='linear' or 'root', got kind='mixed'; try arithmetic='exact'"
-    ):
+    with pytest.raises(ValueError, match="is for linear and root, got kind='mixed'; try 'exact'"):
         SeqLenWarmup(start=8, end=64, steps=9, kind="mixed", arithmetic="deepspeed")
     with pytest.raises(ValueError, match="arithmetic='float' is not known; try 'exact' or 'deepspeed'"):
         SeqLenWarmup(start=8, end=64, steps=9, arithmetic="float")  # type: ignore[arg-type]
@@ -626,6 +627,6 @@ def test_deepspeeds_arithmetic_is_refused_where_there_is_none():
         ),
     ],
 )
-def test_what_cannot_be_honoured_of_deepspeed_is_refused(config, message):
+def test_deepspeed_settings_that_are_not_supported_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         read_deepspeed(config)

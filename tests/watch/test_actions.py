@@ -81,7 +81,7 @@ def test_shortening_divides_one_steps_length_by_its_rms():
     assert measured == pytest.approx(change.square().mean().sqrt().item(), rel=1e-4)
 
 
-def test_a_learning_rate_in_a_tensor_is_given_back_untouched():
+def test_a_learning_rate_in_a_tensor_is_restored():
     run = Run(Actions(shorten=["rms spike"]))
     rate = run.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     run.optimizer.param_groups[0]["foreach"] = False
@@ -160,7 +160,7 @@ def test_with_actions_off_nothing_is_decided():
         ({"in_a_row": 0}, "must be at least 1"),
     ],
 )
-def test_actions_that_make_no_sense_are_refused(wrong, words):
+def test_invalid_actions_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         Actions(**wrong)
 

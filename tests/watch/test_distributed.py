@@ -68,7 +68,7 @@ def flatten(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 @on_two_processes
-def test_two_processes_see_what_one_sees(wrap, name):
+def test_two_processes_measure_the_same_as_one(wrap, name):
     plain, shared = build(), spread(build(), wrap)
     first = OPTIMIZERS[name](plain)
     second = OPTIMIZERS[name](getattr(shared, "module", shared))
@@ -97,7 +97,7 @@ def test_two_processes_see_what_one_sees(wrap, name):
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 @on_two_processes
-def test_what_one_process_sees_all_act_on(wrap):
+def test_an_alarm_in_one_process_makes_all_act(wrap):
     shared = spread(build(), wrap)
     bare: Any = getattr(shared, "module", shared)
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)

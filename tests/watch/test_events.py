@@ -195,6 +195,6 @@ def test_a_state_is_a_copy():
         ({"gap": 0}, "gap"),
     ],
 )
-def test_rules_that_make_no_sense_are_refused(wrong, words):
+def test_invalid_rules_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         Rules(**wrong)

@@ -86,7 +86,7 @@ def test_layers_are_values_at_deep_steps_only_and_never_during_an_evaluation():
     assert all(x < 50 for x in seen if x is not None)
 
 
-def test_the_output_logits_are_made_only_for_who_asks():
+def test_output_logits_are_computed_only_on_request():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     watch = Watch(model, optimizer, deep_every=1)
@@ -132,7 +132,7 @@ def test_a_nan_in_a_layer_is_an_alarm_with_its_name():
     assert ("loss", "loss") in where
 
 
-def test_models_without_taps_are_watched_all_the_same():
+def test_models_without_taps_are_watched():
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     watch = Watch(model, optimizer, deep_every=1)

@@ -123,7 +123,7 @@ def test_a_loss_may_be_a_number_or_a_tensor(kind):
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2), "much", torch.ones(0)])
-def test_a_loss_that_is_none_switches_the_watcher_off_and_not_the_run(loss):
+def test_an_invalid_loss_disables_the_watcher_and_not_the_run(loss):
     model = build()
     optimizer = OPTIMIZERS["fused"](model)
     watch = Watch(model, optimizer)
@@ -238,7 +238,7 @@ def test_a_parameter_the_model_does_not_know_has_the_optimizers_name():
     assert list(watch.record["tensors"]) == ["group 0, parameter 2"]
 
 
-def test_without_a_second_moment_it_says_what_is_missing_and_measures_the_rest():
+def test_without_a_second_moment_an_alarm_names_what_is_not_measured():
     for build_one in (
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: optim.Lion(p, lr=0.1),
@@ -259,14 +259,14 @@ def test_without_a_second_moment_it_says_what_is_missing_and_measures_the_rest()
         assert "var_l1" not in watch.record["totals"]
 
 
-def test_arguments_that_make_no_sense_are_refused():
+def test_invalid_arguments_are_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(TypeError, match=r"must be a torch.optim.Optimizer, got Linear"):
         Watch(model, model)
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="every must be at least 1, got 0 and 10"):
         Watch(model, optimizer, every=0)
-    with pytest.raises(ValueError, match="deep_every must be at least 1"):
+    with pytest.raises(ValueError, match="deep_every must be at least 1, got 1 and 0"):
         Watch(model, optimizer, deep_every=0)
 
 
@@ -288,7 +288,7 @@ def test_an_optimizer_inside_another_is_found():
     assert set(watch.record["tensors"]) == {"weight", "bias"}
 
 
-def test_losses_between_two_looks_are_all_judged():
+def test_losses_between_two_measurements_are_all_checked():
     model = nn.Linear(2, 2)
     watch = Watch(model, torch.optim.AdamW(model.parameters()), every=4, rules=Rules(ignore=0, fewest=5))
     found = {}
@@ -314,7 +314,7 @@ def test_the_share_of_clipped_steps():
     assert watch.record["totals"]["grad_norm"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_a_stale_second_moment_is_an_alarm_before_the_loss_knows():
+def test_a_stale_second_moment_is_an_alarm_before_the_loss_rises():
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999))
     watch = Watch(model, optimizer, rules=Rules(ignore=10))

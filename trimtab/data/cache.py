@@ -1,4 +1,4 @@
-"""Folders that are written once: filled under a temporary name, synced, then renamed.
+"""Folders that are written once: filled under a temporary name, synced, then renamed. `meta.json` has their file sizes.
 
     <name>.<pid>-<random>.tmp/  --fill-->  --fsync-->  --rename-->  <name>/
 
@@ -28,24 +28,36 @@ def cache_dir(cache: str | Path | None = None) -> Path:
     return Path(chosen) / "trimtab" if chosen else user_cache_path("trimtab", appauthor=False)
 
 
-def build_folder(target: Path, fill: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> None:
-    """Make `target` a folder for which `is_whole` is true, by `fill(empty folder)` unless it already is one."""
-    if is_whole(target):
-        return
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """The `meta.json` of a folder, or None unless all files have the sizes in it."""
+    meta = read_json(folder / "meta.json")
+    files = [] if meta is None else [(folder / name, size) for name, size in meta["bytes"].items()]
+    return meta if all(path.is_file() and path.stat().st_size == size for path, size in files) else None
+
+
+def build_folder(target: Path, fill: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Return the meta of `target`. If incomplete, `fill(empty folder)` writes its files and returns its meta."""
+    meta = read_meta(target)
+    if meta is not None:
+        return meta
     with explained(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target) as alone:
             if alone:  # remove what killed processes left: no other process is writing
                 for left in target.parent.glob(f"{target.name}.*.tmp"):
                     shutil.rmtree(left, ignore_errors=True)
-            if is_whole(target):  # built by the process that held the lock before
-                return
+            meta = read_meta(target)
+            if meta is not None:  # built by the process that held the lock before
+                return meta
             work = _temporary(target)
             try:
                 work.mkdir()
-                fill(work)
+                meta = fill(work)
+                meta["bytes"] = {path.name: path.stat().st_size for path in work.iterdir()}
+                write_json(work / "meta.json", meta)
                 _sync(work)
-                _rename(work, target, is_whole)
+                _rename(work, target)
+                return meta
             finally:
                 shutil.rmtree(work, ignore_errors=True)
 
@@ -113,13 +125,13 @@ def _sync(folder: Path) -> None:
                 os.close(handle)
 
 
-def _rename(work: Path, target: Path, is_whole: Callable[[Path], bool]) -> None:
+def _rename(work: Path, target: Path) -> None:
     try:
         os.rename(work, target)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES, errno.ENOTDIR):
             raise
-        if is_whole(target):
+        if read_meta(target) is not None:
             return
         # The target exists and is incomplete, for example after a full disk: replace it.
         aside = work.with_name(f"{work.name}.old.tmp")

@@ -11,19 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.data.cache import build_folder, cache_dir, read_json, write_json
+from trimtab.data.cache import build_folder, cache_dir, read_json, read_meta, write_json
 from trimtab.data.datasets import find_dataset
-from trimtab.data.sources import Documents, Source, Survey, find_files, find_stdlib, hash_file
+from trimtab.data.sources import Documents, Survey, find_files, find_stdlib, hash_file
 from trimtab.data.token_files import holds_tokens, map_tokens, open_token_files
 from trimtab.data.tokenizers import TextTokenizer, check_spec, load_tokenizer, make_tokenizer
 
-Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = ("train", "validation")
+SPLITS = ("train", "validation")
 FORMAT = 2  # version of a cache folder, part of its name
 PIECES_AT_ONCE = 64  # at most a megabyte each: enough for `tokenizers` to use all cores
 
@@ -89,27 +88,22 @@ def open_corpus(
     """
     name, root = str(name_or_path), cache_dir(cache)
     if holds_tokens(Path(name).expanduser()):
-        splits, own, sha256, files = open_token_files(Path(name).expanduser(), tokenizer, root)
-        return Corpus(name, sha256, own, splits, files)
+        return Corpus(name, *open_token_files(Path(name).expanduser(), tokenizer, root))
     check_spec(tokenizer)
     if name == "stdlib":
-        return _open_source(find_stdlib(), tokenizer, root)
-    source = find_dataset(name) if name.startswith("hf:") else find_files(Path(name).expanduser())
-    return _open_source(source, tokenizer, root)
-
-
-def _open_source(source: Source, spec: str, root: Path) -> Corpus:
+        source = find_stdlib()
+    else:
+        source = find_dataset(name) if name.startswith("hf:") else find_files(Path(name).expanduser())
     listing = root / "listings" / f"{source.fingerprint}.json"
     known = read_json(listing)
-    if known is None or not _is_whole(_folder(root, known["sha256"], spec)):
+    meta = None if known is None else read_meta(_folder(root, known["sha256"], tokenizer))
+    if known is None or meta is None:
         survey = source.survey()
         known = {"sha256": survey.sha256, "skipped": list(survey.skipped)}
-        build_folder(_folder(root, survey.sha256, spec), lambda work: _fill(work, survey, spec), _is_whole)
+        meta = build_folder(_folder(root, survey.sha256, tokenizer), lambda work: _fill(work, survey, tokenizer))
         write_json(listing, known)
-    folder = _folder(root, known["sha256"], spec)
-    meta = read_json(folder / "meta.json")
-    assert meta is not None, "_is_whole has just read it"
-    splits: dict[str, NDArray[Any]] = {s: map_tokens(folder / f"{s}.bin", meta["dtype"]) for s in SPLITS}
+    folder = _folder(root, known["sha256"], tokenizer)
+    splits = {split: map_tokens(folder / f"{split}.bin", meta["dtype"]) for split in SPLITS}
     files = {folder / f"{split}.bin": meta["sha256"][split] for split in SPLITS}
     own = load_tokenizer(folder / "tokenizer.json")
     return Corpus(source.name, known["sha256"], own, splits, files, tuple(known["skipped"]))
@@ -122,16 +116,7 @@ def _folder(root: Path, sha256: str, spec: str) -> Path:
     return root / "corpora" / f"{sha256[:32]}-{'-'.join(filter(None, (kind, rest)))}-v{FORMAT}"
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether all files are complete, judged by their sizes."""
-    meta = read_json(folder / "meta.json")
-    if meta is None:
-        return False
-    sizes = ((folder / name, size) for name, size in meta["bytes"].items())
-    return all(path.is_file() and path.stat().st_size == size for path, size in sizes)
-
-
-def _fill(folder: Path, survey: Survey, spec: str) -> None:
+def _fill(folder: Path, survey: Survey, spec: str) -> dict[str, Any]:
     tokenizer = make_tokenizer(spec, chain.from_iterable(survey.documents["train"]()))
     dtype = np.dtype("<u2" if tokenizer.vocab <= 2**16 else "<u4")
     tokenizer.save(folder / "tokenizer.json")
@@ -139,15 +124,8 @@ def _fill(folder: Path, survey: Survey, spec: str) -> None:
         with open(folder / f"{split}.bin", "wb") as file:
             for ids in pack(survey.documents[split], tokenizer):
                 file.write(ids.astype(dtype).tobytes())
-    files = {split: folder / f"{split}.bin" for split in SPLITS}
-    meta = {
-        "tokenizer": spec,
-        "text_sha256": survey.sha256,
-        "dtype": dtype.name,
-        "bytes": {path.name: path.stat().st_size for path in [*files.values(), folder / "tokenizer.json"]},
-        "sha256": {split: hash_file(path) for split, path in files.items()},
-    }
-    write_json(folder / "meta.json", meta)
+    sha256 = {split: hash_file(folder / f"{split}.bin") for split in SPLITS}
+    return {"tokenizer": spec, "text_sha256": survey.sha256, "dtype": dtype.name, "sha256": sha256}
 
 
 def pack(documents: Documents, tokenizer: TextTokenizer) -> Iterator[NDArray[Any]]:

@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.data.cache import build_folder, cache_dir, read_json, write_json
+from trimtab.data.cache import build_folder, cache_dir
 from trimtab.data.order import Ordered, permute
 from trimtab.data.pictures import Pair, draw_emoji, draw_shapes, drop_duplicates, emoji_versions
 from trimtab.data.shards import find_shards, read_pairs
 from trimtab.data.sources import fingerprint_files, hash_file, is_validation
 
-FORMAT = 1  # of a cache folder
+FORMAT = 2  # of a cache folder
 SMALLEST, LARGEST = 8, 512  # pixels per side
 # Of the pictures that CLIP was trained on (Radford et al. 2021); CLIP models expect them.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -97,9 +97,7 @@ class PairBatches(Ordered):
         """This process's pairs of the next global batch: `images` float32 [batch / world, 3, S, S] and `captions`."""
         share, size = self.share(batch), len(self.chosen)
         if batch > size:
-            raise ValueError(
-                f"batch={batch} is more than the {size} pairs of {self.pairs.name}; try batch={size} or less"
-            )
+            raise ValueError(f"batch={batch} is above the {size} pairs of {self.pairs.name}; try batch={size} or less")
         if self.position % size + batch > size:
             self.position += -self.position % size
         epoch, place = divmod(self.position, size)
@@ -118,9 +116,7 @@ def open_pairs(name_or_path: str | Path = "emoji", *, size: int = 32, cache: str
     name = str(name_or_path)
     identity, draw = _find(name, size)
     folder = cache_dir(cache) / "pairs" / f"{identity}-{size}px-v{FORMAT}"
-    build_folder(folder, lambda work: _fill(work, draw(), size, name), _is_whole)
-    meta = read_json(folder / "meta.json")
-    assert meta is not None, "_is_whole has just read it"
+    meta = build_folder(folder, lambda work: _fill(work, draw(), size, name))
     pixels = np.lib.format.open_memmap(folder / "pixels.npy", mode="r")
     texts = [(caption, concept) for caption, concept in meta["texts"]]
     return Pairs(name, size, meta["sha256"], pixels, texts, _split([concept for _, concept in texts]))
@@ -146,7 +142,7 @@ def _find(name: str, size: int) -> tuple[str, Callable[[], Iterator[Pair]]]:
     return f"shards-{mark[:32]}", lambda: read_pairs(shards, size)
 
 
-def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> None:
+def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> dict[str, Any]:
     """Write pixels to disk in one pass. The header of the array needs the count, so it is written at the end."""
     texts = []
     with open(folder / "raw", "wb") as raw:
@@ -160,14 +156,7 @@ def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> None:
     del flat
     (folder / "raw").unlink()
     digest = hashlib.sha256(hash_file(folder / "pixels.npy").encode() + json.dumps(texts).encode()).hexdigest()
-    size_bytes = (folder / "pixels.npy").stat().st_size
-    write_json(folder / "meta.json", {"texts": texts, "sha256": digest, "bytes": size_bytes})
-
-
-def _is_whole(folder: Path) -> bool:
-    meta = read_json(folder / "meta.json")
-    pixels = folder / "pixels.npy"
-    return meta is not None and pixels.is_file() and pixels.stat().st_size == meta["bytes"]
+    return {"texts": texts, "sha256": digest}
 
 
 def _split(concepts: list[str]) -> dict[str, NDArray[np.int64]]:

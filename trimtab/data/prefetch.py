@@ -8,9 +8,11 @@ batches are dropped and the source returns to the caller's position.
 """
 
 import time
+import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 
@@ -42,7 +44,11 @@ class Prefetcher:
         self._state = batches.state()
         self._size, self._closed = batch, False
         self._prepared: deque[Future[tuple[dict[str, Any], dict[str, Any]]]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trimtab-prefetch")
+        self._requests: SimpleQueue[tuple[Future[Any], int] | None] = SimpleQueue()  # None ends the thread
+        # A daemon, unlike the threads of an executor: a source that never returns does not delay exit.
+        self._thread = Thread(target=_prepare, args=(batches, self._requests), name="trimtab-prefetch", daemon=True)
+        self._thread.start()
+        self._end_thread = weakref.finalize(self, self._requests.put, None)
         self._fill()
 
     def next(self, batch: int) -> dict[str, Any]:
@@ -78,21 +84,22 @@ class Prefetcher:
         """Stop the thread and put the source at the caller's position. Closing again has no effect."""
         if not self._closed:
             self._closed = True
-            self._thread.shutdown(cancel_futures=True)
+            for future in self._prepared:
+                future.cancel()
+            self._end_thread()
+            self._thread.join()
             self.batches.load(self._state)
 
     def __enter__(self) -> "Prefetcher":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fill(self) -> None:
         while self._size is not None and len(self._prepared) < self.depth:
-            self._prepared.append(self._thread.submit(self._prepare, self._size))
-
-    def _prepare(self, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.batches.next(size), self.batches.state()
+            self._prepared.append(Future())
+            self._requests.put((self._prepared[-1], self._size))
 
     def _rewind(self, state: dict[str, Any]) -> None:
         """Drop prepared batches and load a state into the source. The size of the next batch is then unknown."""
@@ -103,3 +110,14 @@ class Prefetcher:
         self.dropped += sum(not future.cancelled() and future.exception() is None for future in self._prepared)
         self._prepared.clear()
         self.batches.load(state)
+
+
+def _prepare(batches: Batches, requests: "SimpleQueue[tuple[Future[Any], int] | None]") -> None:
+    """The thread. It has no reference to the prefetcher, which can therefore be collected without `close`."""
+    while (request := requests.get()) is not None:
+        future, size = request
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result((batches.next(size), batches.state()))
+            except BaseException as error:
+                future.set_exception(error)

@@ -46,7 +46,7 @@ def read_shards(shards: Iterable[str | Path]) -> Iterator[Sample]:
             with tarfile.open(shard, "r:") as tar:
                 yield from _group(tar, shard)
         except tarfile.TarError as error:
-            raise ValueError(f"{shard} is not a whole tar file: {error}") from error
+            raise ValueError(f"{shard} is not a complete tar file: {error}") from error
 
 
 def write_shards(samples: Iterable[Sample], folder: str | Path, *, per_shard: int = 1000) -> list[Path]:
@@ -132,7 +132,7 @@ def _check_ending(shard: Path) -> None:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(size - ENDING, 0))
         if size < ENDING or any(file.read()):
-            raise ValueError(f"{shard} is not a whole tar file: its end is missing ({size} bytes)")
+            raise ValueError(f"{shard} is not a complete tar file: its end is missing ({size} bytes)")
 
 
 def _write(samples: list[Sample], shard: Path) -> Path:

@@ -230,8 +230,6 @@ def _chunks(file: TextFile) -> Iterator[bytes]:
         while left:
             chunk = handle.read(min(PIECE, left))
             if not chunk:
-                raise ValueError(
-                    f"{file.path} became shorter while it was read; try again when it is not being written"
-                )
+                raise ValueError(f"{file.path} became shorter while it was read; try again when it is complete")
             left -= len(chunk)
             yield chunk

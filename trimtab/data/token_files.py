@@ -24,8 +24,8 @@ def holds_tokens(path: Path) -> bool:
 
 def open_token_files(
     path: Path, spec: str, root: Path
-) -> tuple[dict[str, NDArray[Any]], TextTokenizer, str, dict[Path, str]]:
-    """Return splits, tokenizer, sha256, and the sha256 of each file. The last tenth of a single file is validation."""
+) -> tuple[str, TextTokenizer, dict[str, NDArray[Any]], dict[Path, str]]:
+    """Return sha256, tokenizer, splits, and the sha256 of each file. The last tenth of a single file is validation."""
     files = _find(path)
     dtype = _dtype(files[0].parent)
     parts = [map_tokens(file, dtype.name) for file in files]
@@ -35,7 +35,7 @@ def open_token_files(
         cut = len(parts[0]) - int(len(parts[0]) * VALIDATION)
         parts = [parts[0][:cut], parts[0][cut:]]
     hashes = dict(zip(files, summary["files"], strict=True))
-    return {"train": parts[0], "validation": parts[1]}, tokenizer, summary["sha256"], hashes
+    return summary["sha256"], tokenizer, {"train": parts[0], "validation": parts[1]}, hashes
 
 
 def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
@@ -44,7 +44,7 @@ def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
     size = path.stat().st_size
     if size % kind.itemsize:
         raise ValueError(
-            f"{path} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated, or another format"
+            f"{path} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated or not tokens"
         )
     # An empty file cannot be mapped.
     return np.memmap(path, kind, mode="r") if size else np.empty(0, kind)
@@ -95,7 +95,7 @@ def _tokenizer(folder: Path, spec: str, vocab: int, dtype: np.dtype[Any]) -> Tex
         tokenizer = load_tokenizer(spec.removeprefix("file:"))
     elif spec != "bytes":
         raise ValueError(
-            f"{folder} holds tokens already; tokenizer={spec!r} cannot change them; try tokenizer='file:<their json>'"
+            f"{folder} holds tokens, which tokenizer={spec!r} cannot change; try tokenizer='file:<their json>'"
         )
     else:
         tokenizer = load_tokenizer(beside) if beside.is_file() else Ids(vocab)

@@ -143,16 +143,13 @@ def check_spec(spec: str) -> None:
     if kind != "bpe" or not rest.isdecimal():
         raise ValueError(f"unknown tokenizer {spec!r}; try 'bytes', 'bpe:4096' or 'file:tokenizer.json'")
     if int(rest) < SMALLEST_BPE:
-        raise ValueError(
-            f"tokenizer {spec!r} has no room for 256 bytes and an end token; try 'bpe:{SMALLEST_BPE}' or more"
-        )
+        raise ValueError(f"{spec!r} has no room for 256 bytes and an end token; try 'bpe:{SMALLEST_BPE}' or more")
     load_extra("tokenizers", extra="hf", purpose=f"tokenizer {spec!r}")
 
 
 def train_bpe(pieces: Iterable[bytes], vocab: int) -> BPE:
     """Train until there are `vocab` ids including the end token, or nothing is left to merge; see `.vocab`."""
     library = load_extra("tokenizers", extra="hf", purpose="training a byte-pair encoding")
-    load_extra("tokenizers.trainers", extra="hf", purpose="training a byte-pair encoding")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()

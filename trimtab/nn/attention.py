@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trimtab.nn.config import TransformerConfig
-from trimtab.nn.init import init_linear
-from trimtab.nn.linear import build_linear
+from trimtab.nn.linear import build_linear, init_linear
 from trimtab.nn.tap import has_listener, tap
 
 ROPE_BASE = 10_000.0
@@ -58,7 +57,9 @@ class Attention(nn.Module):
         k = tap(k_BTHK.transpose(-2, -3), "k")
         v = v_BTHK.transpose(-2, -3)
         if self.squared_relu:
-            y_BHTK = self._squared_relu(tap(self.logits(q, k), "logits"), v)
+            # relu(z)^2 / sqrt(T) in place of softmax: the control experiment that rules out softmax as the cause.
+            z_BHTT = tap(self.logits(q, k), "logits")
+            y_BHTK = (z_BHTT.relu().square() / math.sqrt(max(z_BHTT.shape[-1], 1))).to(v.dtype) @ v
         else:
             if has_listener("logits"):
                 with torch.no_grad():
@@ -76,11 +77,6 @@ class Attention(nn.Module):
             time = torch.arange(z_BHTT.shape[-1], device=z_BHTT.device)
             z_BHTT = z_BHTT.masked_fill(time > time[:, None], -torch.inf)
         return z_BHTT
-
-    def _squared_relu(self, z_BHTT: Tensor, v_BHTK: Tensor) -> Tensor:
-        """relu(z)^2 / sqrt(T) in place of softmax: the control experiment that rules out softmax as the cause."""
-        weights = z_BHTT.relu().square() / math.sqrt(max(z_BHTT.shape[-1], 1))
-        return weights.to(v_BHTK.dtype) @ v_BHTK
 
 
 def rotation_for(positions: Tensor, head_width: int) -> Rotation:

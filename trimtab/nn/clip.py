@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 
 from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least, check_splits
 from trimtab.nn.contrastive import ContrastiveLoss, Gather, contrastive_loss
-from trimtab.nn.init import init_linear
+from trimtab.nn.linear import init_linear
 from trimtab.nn.loss import check_indices
 from trimtab.nn.transformer import Block, Transformer
 
@@ -198,9 +198,7 @@ def check_images(images: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
     if images.dim() != 4 or tuple(images.shape[1:]) != shape:
         raise ValueError(f"images must have shape (batch, {', '.join(map(str, shape))}), got {tuple(images.shape)}")
     if not images.is_floating_point():
-        raise ValueError(
-            f"images must be float, got {images.dtype}; convert and normalise them: (x / 255 - mean) / std"
-        )
+        raise ValueError(f"images must be float, got {images.dtype}; convert and normalise: (x / 255 - mean) / std")
     if images.dtype != dtype and not torch.is_autocast_enabled(images.device.type):
         raise ValueError(f"images are {images.dtype} but the model is {dtype}; convert them: images.to({dtype})")
 
@@ -209,9 +207,7 @@ def check_tokens(tokens: Tensor, vocab: int, context: int) -> None:
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be ids (batch, length), got shape {tuple(tokens.shape)}")
     if not 0 < tokens.shape[1] <= context:
-        raise ValueError(
-            f"captions of {tokens.shape[1]} tokens do not fit context={context}; cut them, or raise context"
-        )
+        raise ValueError(f"captions of {tokens.shape[1]} tokens exceed context={context}; cut them, or raise context")
     check_indices("tokens", tokens, vocab)
     # Not on a GPU, where it would synchronise, and not while compiling, where there are no values.
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():

@@ -48,10 +48,7 @@ class BlockConfig:
         check_positive(self, "norm_eps", "kappa")
         check_splits(self, "width", "heads")
         if self.kappa is not None and self.qk_norm != "off":
-            raise ConfigError(
-                f"kappa={self.kappa} sets the size of queries and keys, and so does qk_norm={self.qk_norm!r}; "
-                "try qk_norm='off'"
-            )
+            raise ConfigError(f"kappa={self.kappa} and qk_norm={self.qk_norm!r} exclude each other; try qk_norm='off'")
 
     @property
     def head_width(self) -> int:

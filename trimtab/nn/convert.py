@@ -62,7 +62,11 @@ def convert_linears(
     """
     if kind == "float":
         return revert_linears(model)
-    _check_root(model)
+    if isinstance(model, nn.Linear) or _is_conv1d(model):
+        raise ValueError(
+            "the model is itself a linear layer and cannot be replaced in place; build a SwitchBackLinear and load its "
+            "state dict, or put it in an nn.Sequential"
+        )
     skipped, chosen = _as_rules(skip), None if only is None else _as_rules(only)
     places = list(_linears(model))
     for rule in (*skipped, *(chosen or ())):
@@ -131,7 +135,8 @@ def _why_kept(
     weight = cast(Tensor, module.weight)
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}"
-    if _has_hooks(module):
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks) or "weight" not in module._parameters:
         return "it has hooks or parametrizations, which a new layer would lose; convert before adding them"
     return None
 
@@ -177,22 +182,9 @@ def _with_parameters_of(old: nn.Module, new: nn.Module) -> nn.Module:
     return new.train(old.training)
 
 
-def _check_root(model: nn.Module) -> None:
-    if isinstance(model, nn.Linear) or _is_conv1d(model):
-        raise ValueError(
-            "the model is itself a linear layer and cannot be replaced in place; build a SwitchBackLinear and load its "
-            "state dict, or put it in an nn.Sequential"
-        )
-
-
 def _is_conv1d(module: object) -> bool:
     # By name: transformers is not a dependency, and its Conv1D has moved between modules.
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "weight")
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "weight" not in module._parameters
 
 
 def _as_rules(rules: Rule | Sequence[Rule]) -> tuple[Rule, ...]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from trimtab.nn.config import BlockConfig, ConfigError, TransformerConfig, check_at_least, check_rope
 from trimtab.nn.embedding import StableEmbedding
-from trimtab.nn.init import init_linear
+from trimtab.nn.linear import init_linear
 from trimtab.nn.loss import Loss, check_indices, cross_entropy, linear_cross_entropy
 from trimtab.nn.tap import has_listener, tap
 from trimtab.nn.transformer import Transformer
@@ -87,7 +87,10 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = _embedding(config)
+        stable = config.embedding == "stable"
+        self.embedding = (StableEmbedding if stable else nn.Embedding)(config.vocab, config.width)
+        if not stable:
+            nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
         self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.transformer = Transformer(config.transformer)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
@@ -119,7 +122,11 @@ class GPT(nn.Module):
         return loss
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | Loss:
-        x_BTD = self._features(tokens)
+        check_tokens(tokens, self.config)
+        x_BTD = self.embedding(tokens)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions.weight[: tokens.shape[-1]]
+        x_BTD = self.norm(self.transformer(x_BTD))
         if targets is None:
             return tap(self._logits(x_BTD), "logits")
         weight = self._head_weight()
@@ -129,14 +136,6 @@ class GPT(nn.Module):
             with torch.no_grad():
                 tap(self._logits(x_BTD), "logits")
         return linear_cross_entropy(x_BTD, weight, targets, z_loss=self.config.z_loss)
-
-    def _features(self, tokens: Tensor) -> Tensor:
-        check_tokens(tokens, self.config)
-        x_BTD = self.embedding(tokens)
-        if self.positions is not None:
-            x_BTD = x_BTD + self.positions.weight[: tokens.shape[-1]]
-        features: Tensor = self.norm(self.transformer(x_BTD))
-        return features
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
         y_BTV: Tensor = F.linear(x_BTD, self.embedding.weight) if self.head is None else self.head(x_BTD)
@@ -151,20 +150,10 @@ class GPT(nn.Module):
 
 def check_tokens(tokens: Tensor, config: GPTConfig) -> None:
     if tokens.dim() != 2:
-        raise ValueError(
-            f"tokens must be [batch, time], got shape {tuple(tokens.shape)}; tokens[None] is a batch of one"
-        )
+        raise ValueError(f"tokens must be [batch, time], got shape {tuple(tokens.shape)}; try tokens[None] for one row")
     if tokens.shape[1] > config.context:
         raise ValueError(
             f"a sequence of {tokens.shape[1]} tokens is longer than context={config.context}; "
             f"cut it, or build the model with context={tokens.shape[1]}"
         )
     check_indices("tokens", tokens, config.vocab)
-
-
-def _embedding(config: GPTConfig) -> nn.Embedding:
-    if config.embedding == "stable":
-        return StableEmbedding(config.vocab, config.width)
-    embedding = nn.Embedding(config.vocab, config.width)
-    nn.init.normal_(embedding.weight, std=config.width**-0.5)
-    return embedding

@@ -7,6 +7,7 @@ Gradients are those of the plain product at the rounded operands (straight-throu
 each operand.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from trimtab.ops.int8 import NEVER, gains_from
 
 When = Literal["always", "faster"]
 _REMEDY = "use nn.Linear: revert_linears(model) puts the plain layers back"
+CUT_STD = 0.87962566103423978  # standard deviation of a unit normal truncated at ±2
 _SAMPLES = 4096  # values of a frozen weight that are compared in every call
 
 
@@ -90,7 +92,10 @@ class _Quantized(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def _set_kind(self, kind: LinearKind, threshold: float, when: When) -> None:
+    def _set_kind(self, n_in: int, n_out: int, kind: LinearKind, threshold: float, when: When) -> None:
+        why = why_too_large(kind, n_in, n_out)
+        if why is not None:
+            raise ValueError(f"{why}; use nn.Linear for this layer, or split it")
         if when not in ("always", "faster"):
             raise ValueError(f"when must be 'always' or 'faster', got {when!r}")
         self.kind, self.threshold, self.when = kind, threshold, when
@@ -187,12 +192,6 @@ class _Quantized(nn.Module):
         return shown + (f", in float below {self.int8_from} tokens" if self.int8_from else "")
 
 
-def _check_sizes(kind: str, in_features: int, out_features: int) -> None:
-    why = why_too_large(kind, in_features, out_features)
-    if why is not None:
-        raise ValueError(f"{why}; use nn.Linear for this layer, or split it")
-
-
 def _check_not_transformed(w: Tensor) -> None:
     # Also under torch.compile, where torch.func.grad would otherwise be wrong.
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -223,9 +222,8 @@ class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
         threshold: float = 0.0,
         when: When = "always",
     ) -> None:
-        _check_sizes(kind, in_features, out_features)
+        self._set_kind(in_features, out_features, kind, threshold, when)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self._set_kind(kind, threshold, when)
 
     def matrix(self) -> Tensor:
         return self.weight
@@ -237,16 +235,26 @@ class SwitchBackConv1D(_Quantized):
     def __init__(
         self, nf: int, nx: int, *, kind: LinearKind = "switchback", threshold: float = 0.0, when: When = "always"
     ) -> None:
-        _check_sizes(kind, nx, nf)
+        self._set_kind(nx, nf, kind, threshold, when)
         super().__init__()
         self.nf, self.nx = self.out_features, self.in_features = nf, nx
         self.original: Callable[[int, int], nn.Module] | None = None  # the class it was converted from
         self.weight = nn.Parameter(torch.empty(nx, nf).normal_(std=0.02))
         self.bias = nn.Parameter(torch.zeros(nf))
-        self._set_kind(kind, threshold, when)
 
     def matrix(self) -> Tensor:
         return self.weight.t()
+
+
+def init_linear(linear: nn.Linear, std: float | None = None) -> None:
+    """Truncated normal with standard deviation `std`, by default 1 / sqrt(fan in) (Wortsman et al. 2023b, section 2).
+
+    Truncation at two deviations reduces the deviation; `CUT_STD` corrects that, as in Flax's lecun_normal. Biases: 0.
+    """
+    wide = (std if std is not None else 1 / math.sqrt(linear.in_features)) / CUT_STD
+    nn.init.trunc_normal_(linear.weight, std=wide, a=-2 * wide, b=2 * wide)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
 def build_linear(n_in: int, n_out: int, *, bias: bool = True, kind: LinearKind = "float") -> nn.Linear:

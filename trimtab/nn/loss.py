@@ -53,10 +53,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: 
     gradients, and the backward pass only scales them. It can be differentiated once.
     """
     if hasattr(weight, "device_mesh"):
-        raise ValueError(
-            "weight is sharded, but all its rows are needed; shard the model that owns it (fully_shard(model)), "
-            "not only the head"
-        )
+        raise ValueError("weight is sharded, but all its rows are needed; shard the whole model: fully_shard(model)")
     check_targets(targets, x.shape[:-1], weight.shape[0])
     valid, index, count = _read(targets)
     rows = max(LOGITS_AT_ONCE // weight.shape[0] // 16, 1) * 16

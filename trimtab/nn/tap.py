@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 Handler = Callable[[str, Tensor], None]
 
-# Parts of module names added by torch.compile and checkpoint wrappers.
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def tap(x: Tensor, name: str) -> Tensor:
@@ -46,7 +45,7 @@ def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = (
     listener = _Listener(handler, (patterns,) if isinstance(patterns, str) else tuple(patterns))
     hooks = []
     for name, module in model.named_modules():
-        path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        path = strip_wrappers(name)
         hooks.append(module.register_forward_pre_hook(partial(listener.enter, path)))
         # also if forward raises: otherwise the path would be wrong afterwards
         hooks.append(module.register_forward_hook(partial(listener.leave, path), always_call=True))
@@ -59,6 +58,11 @@ def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = (
             hook.remove()
 
 
+def strip_wrappers(name: str) -> str:
+    """The name of a module or parameter without the parts that torch.compile and activation checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 class _Listener(threading.local):
     """A handler and, per thread, the path of the running module."""
 
@@ -68,8 +72,8 @@ class _Listener(threading.local):
         self.path: list[str] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model has no listener."""
-        return _Listener, (_ignore, ())
+        """A copy of the model has no listener: no pattern matches, so `print` is never called."""
+        return _Listener, (print, ())
 
     def enter(self, path: str, *_: Any) -> None:
         if not path:  # a new forward pass: discard what an interrupted one left
@@ -86,10 +90,6 @@ class _Listener(threading.local):
             return None
         path = f"{self.path[-1]}.{name}" if self.path[-1] else name
         return path if any(fnmatchcase(path, pattern) for pattern in self.patterns) else None
-
-
-def _ignore(name: str, x: Tensor) -> None:
-    pass
 
 
 _listeners: list[_Listener] = []

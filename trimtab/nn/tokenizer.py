@@ -108,7 +108,7 @@ class ByteTokenizer(Tokenizer):
 class WordTokenizer(Tokenizer):
     """Lower-case words and single punctuation marks.
 
-    Decoding gives `normalize(caption)`: the words with one space between them, unknown ones as `<unknown>`.
+    Decoding gives the words with one space between them, and unknown ones as `<unknown>`.
 
     Args:
         words: the vocabulary, in the order of ids; see `WordTokenizer.from_captions`.
@@ -158,11 +158,6 @@ class WordTokenizer(Tokenizer):
 def find_words(caption: str) -> list[str]:
     """Runs of letters, digits and underscores; every other visible character is a separate word."""
     return re.findall(r"\w+|[^\w\s]", caption.lower())
-
-
-def normalize(caption: str) -> str:
-    """A caption as the word tokenizer decodes it."""
-    return " ".join(find_words(caption))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

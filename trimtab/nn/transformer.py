@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn.attention import Attention, Rotation, rotation_for
 from trimtab.nn.config import TransformerConfig
-from trimtab.nn.init import init_linear
-from trimtab.nn.linear import build_linear
+from trimtab.nn.linear import build_linear, init_linear
 from trimtab.nn.tap import tap
 from trimtab.ops.gelu import gelu
 
@@ -65,20 +64,17 @@ class Transformer(nn.Module):
 
     def forward(self, x_BTD: Tensor, *, positions: Tensor | None = None) -> Tensor:
         """`positions` [T] or [B, T] of rotary embeddings; 0, 1, 2 ... by default."""
-        rotation = self._rotation(x_BTD, positions)
+        rotation: Rotation | None = None
+        if self.config.rope:
+            if positions is None:
+                positions = torch.arange(x_BTD.shape[-2], device=x_BTD.device)
+            rotation = rotation_for(positions, self.config.head_width)
         for block in self.blocks:
             if self.config.checkpointing and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, rotation)
         return x_BTD
-
-    def _rotation(self, x_BTD: Tensor, positions: Tensor | None) -> Rotation | None:
-        if not self.config.rope:
-            return None
-        if positions is None:
-            positions = torch.arange(x_BTD.shape[-2], device=x_BTD.device)
-        return rotation_for(positions, self.config.head_width)
 
 
 def _gain(config: TransformerConfig) -> nn.Parameter | None:

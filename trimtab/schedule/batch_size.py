@@ -54,6 +54,6 @@ def check_one_warmup(seqlen: Any, batch: Any, *, force: bool = False) -> None:
     """Refuse sequence length warmup together with batch-size warm-up: both reduce the tokens per step."""
     if not force and all(hasattr(x, "end") and getattr(x, "start", 0) < x.end for x in (seqlen, batch)):
         raise ValueError(
-            "sequence length warmup and batch-size warm-up both cut the tokens per step; try the full batch from the "
-            "first step, or force it"
+            "sequence length warmup and batch-size warm-up both reduce the tokens per step; try the full batch from "
+            "the first step, or force it"
         )

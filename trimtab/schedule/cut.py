@@ -100,9 +100,7 @@ class _Cut:
     def _diagonal(self, name: str, x: Any) -> Any:
         """[B, h, L, L] -> [B * k, h, c, c]: each piece attends to itself only."""
         if len(x.shape) != 4 or x.shape[2] != x.shape[3]:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; mode='reshape' supports masks of shape [B, L] or [B, 1, L, L]"
-            )
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; mode='reshape' supports masks [B, L] or [B, 1, L, L]")
         k, c, each = self.pieces, self.after, list(range(self.pieces))
         blocks = x[..., : k * c, : k * c].reshape(*x.shape[:2], k, c, k, c)
         # Two index lists with a slice between them put their common axis first: [k, B, h, c, c].
@@ -120,7 +118,7 @@ class _Cut:
         """Refuse a tensor that is not cut if its number of rows would be wrong."""
         if self.pieces > 1 and _is_tensor(x) and x.shape and x.shape[0] == self.rows:
             raise ValueError(
-                f"one row becomes {self.pieces}, and {name} of shape {tuple(x.shape)} has no time to be cut along; "
+                f"each row is split into {self.pieces}, but {name} of shape {tuple(x.shape)} has no time dimension; "
                 "try cut_mode='truncate'"
             )
 

@@ -1,5 +1,6 @@
 """Draw a plan: as a table, as text for the terminal, or as SVG."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -87,13 +88,9 @@ def _svg(plan: Plan, over: Over, width: int = 720, panel: int = 130) -> str:
 
 def _columns(plan: Plan, over: Over, width: int) -> list[Moment]:
     """The moment in progress at each of `width` equally spaced points of the run."""
-    end, columns, place = getattr(plan, over), [], 0
-    for column in range(width):
-        now = end * column / (width - 1)
-        while place + 1 < len(plan.moments) and _clock(plan.moments[place + 1], over) <= now:
-            place += 1
-        columns.append(plan.moments[place])
-    return columns
+    starts = [_clock(moment, over) for moment in plan.moments]
+    times = (getattr(plan, over) * column / (width - 1) for column in range(width))
+    return [plan.moments[max(bisect_right(starts, time) - 1, 0)] for time in times]
 
 
 def _clock(moment: Moment, over: Over) -> int:

@@ -48,10 +48,7 @@ class LearningRate:
         if self.kind == "inverse-sqrt" and self.warmup == 0:
             raise ValueError("kind='inverse-sqrt' needs a warm-up, got warmup=0; try warmup=1000")
         if self.ends and 0 < self.decay <= self.warmup and self.warmup_unit == self.decay_unit:
-            raise ValueError(
-                f"decay={self.decay} {self.decay_unit} ends before warmup={self.warmup} ends; "
-                f"try decay={10 * self.warmup}"
-            )
+            raise ValueError(f"decay={self.decay} ends before warmup={self.warmup}; try decay={10 * self.warmup}")
 
     @property
     def ends(self) -> bool:

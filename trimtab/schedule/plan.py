@@ -7,6 +7,7 @@ Steps, samples and tokens advance at different speeds if the length or the batch
 as those of the training loop do.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,32 +71,24 @@ def plan(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} is too small; try {name}=1000")
     check_one_warmup(seqlen, batch, force=force)
-    (last,) = deque(_walk(batch, context, steps, tokens, seqlen), maxlen=1)
-    ends = {"steps": last.step, "samples": last.samples + last.batch, "tokens": last.tokens + last.used}
+    ((last, used),) = deque(_walk(batch, context, steps, tokens, seqlen), maxlen=1)
+    ends = {"steps": last.step, "samples": last.samples + last.batch, "tokens": last.tokens + used}
     rate = rate.ending(steps=ends["steps"], tokens=ends["tokens"])
     every = -(-last.step // points)
     moments = []
     warm_tokens, warm_steps = (0, 0) if rate.warmed(0, 0) else (None, None)
-    for now in _walk(batch, context, steps, tokens, seqlen):
+    for now, used in _walk(batch, context, steps, tokens, seqlen):
         if (now.step - 1) % every == 0 or now.step == last.step:
-            moments.append(Moment(*now[:-1], rate.at(peak, now.step, now.tokens, warm_tokens, warm_steps)))
-        if warm_tokens is None and rate.warmed(now.step, now.tokens + now.used):
-            warm_tokens, warm_steps = now.tokens + now.used, now.step
+            moments.append(now._replace(lr=rate.at(peak, now.step, now.tokens, warm_tokens, warm_steps)))
+        if warm_tokens is None and rate.warmed(now.step, now.tokens + used):
+            warm_tokens, warm_steps = now.tokens + used, now.step
     return Plan(moments=tuple(moments), context=context, warmup_tokens=warm_tokens, rate=rate, **ends)
-
-
-class _Step(NamedTuple):
-    step: int
-    samples: int
-    tokens: int
-    length: int
-    batch: int
-    used: int  # tokens of this step
 
 
 def _walk(
     batch: int | BatchWarmup, context: int, steps: int | None, tokens: int | None, seqlen: Lengths | None
-) -> Iterator[_Step]:
+) -> Iterator[tuple[Moment, int]]:
+    """Every step without its learning rate, and the tokens that it consumes."""
     step = samples = consumed = 0
     while (steps is None or step < steps) and (tokens is None or consumed < tokens):
         step += 1
@@ -104,6 +97,6 @@ def _walk(
         if seqlen is not None:
             length = min(seqlen.at(step), context)
             used = kept(context, length, seqlen.cut_mode)
-        yield _Step(step, samples, consumed, length, rows, rows * used)
+        yield Moment(step, samples, consumed, length, rows, math.nan), rows * used
         samples += rows
         consumed += rows * used

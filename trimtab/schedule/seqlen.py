@@ -113,10 +113,7 @@ class SeqLenWarmup(Lengths):
         if self.start > self.end:
             raise ValueError(f"start={self.start} is above end={self.end}; try start={self.end}")
         if self.arithmetic == "deepspeed" and self.kind not in ("linear", "root"):
-            raise ValueError(
-                f"arithmetic='deepspeed' belongs to kind='linear' or 'root', got kind={self.kind!r}; "
-                "try arithmetic='exact'"
-            )
+            raise ValueError(f"arithmetic='deepspeed' is for linear and root, got kind={self.kind!r}; try 'exact'")
         # JSON gives lists; a frozen config must be hashable.
         object.__setattr__(self, "lengths", tuple(self.lengths))
         object.__setattr__(self, "until", tuple(self.until))
@@ -127,9 +124,7 @@ class SeqLenWarmup(Lengths):
     def discrete(cls, lengths: Sequence[int], until: Sequence[int], *, cut_mode: Mode = "truncate") -> "SeqLenWarmup":
         """`lengths[i]` up to and including step `until[i]`, then the last length. `lengths` has one entry more."""
         if not lengths or not until:
-            raise ValueError(
-                f"got lengths={tuple(lengths)} and until={tuple(until)}; try lengths=(64, 1024), until=(1000,)"
-            )
+            raise ValueError(f"got lengths={lengths!r} and until={until!r}; try lengths=(64, 1024), until=(1000,)")
         listed = {"kind": "discrete", "lengths": tuple(lengths), "until": tuple(until), "cut_mode": cut_mode}
         return cls(start=lengths[0], end=lengths[-1], steps=until[-1], **listed)  # type: ignore[arg-type]
 
@@ -209,8 +204,7 @@ class CustomSeqLen(Lengths):
         length = self.function(step)
         if not isinstance(length, int) or not 1 <= length <= self.end:
             raise ValueError(
-                f"the custom schedule gave {length!r} for step {step}; lengths must be whole numbers from 1 to "
-                f"end={self.end}"
+                f"the function gave {length!r} for step {step}; lengths are whole numbers from 1 to end={self.end}"
             )
         return length
 
@@ -232,9 +226,7 @@ def _check_lengths(warmup: SeqLenWarmup) -> None:
     check_rising("lengths", warmup.lengths)
     for name, value in (("start", warmup.lengths[0]), ("end", warmup.lengths[-1])):
         if getattr(warmup, name) != value:
-            raise ValueError(
-                f"lengths={warmup.lengths} and {name}={getattr(warmup, name)} disagree; try {name}={value}"
-            )
+            raise ValueError(f"lengths={warmup.lengths} but {name}={getattr(warmup, name)}; try {name}={value}")
 
 
 def _check_until(warmup: SeqLenWarmup) -> None:

@@ -15,13 +15,12 @@ Sources: [S] Wortsman et al. 2023, Stable and low-precision training, appendix (
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
-
-from trimtab.watch.advice import advise
 
 Records = Mapping[str, Mapping[str, float]]
 
@@ -152,7 +151,7 @@ class Detector:
         near = {n: x["grad_rms"] for n, x in tensors.items() if x["eps_share"] > largest_share and x["grad_rms"] > 0}
         spiking = self.spiking(step, {name: x["rms"] for name, x in tensors.items()})
         alarms = self._report(step, "rms spike", "rms", spiking, hints=hints)
-        alarms += self._report(step, "gradient near eps", "grad_rms", near, hints=hints, name_first="smallest")
+        alarms += self._report(step, "gradient near eps", "grad_rms", near, hints=hints, choose=min)
         # RMS_t is not checked: it is NaN without a second moment, and these three show when it is not finite.
         for signal in ("grad_rms", "param_rms", "update_rms"):
             alarms += self._report_broken(step, signal, tensors, hints)
@@ -190,10 +189,9 @@ class Detector:
         """Add to the window of this step. Return the means of the closed windows if this closed another one."""
         number = step // self.rules.window
         state = self.drifts.setdefault(key, [number, 0.0, 0, []])
-        closed = state[0] != number and state[2] > 0
-        if closed:
+        closed = state[0] != number
+        if closed:  # it has at least one value
             state[3] = [*state[3], state[1] / state[2]][-self.rules.drift_windows - 1 :]
-        if state[0] != number:
             state[:3] = [number, 0.0, 0]
         state[1] += value
         state[2] += 1
@@ -214,7 +212,7 @@ class Detector:
 
     def _report_broken(self, step: int, signal: str, records: Records, hints: Mapping[str, Any]) -> list[Alarm]:
         broken = {n or "output": x[signal] for n, x in records.items() if not math.isfinite(x.get(signal, 0.0))}
-        return self._report(step, "non-finite", signal, broken, hints=hints, name_first="first")
+        return self._report(step, "non-finite", signal, broken, hints=hints, choose=None)
 
     def _report(
         self,
@@ -224,16 +222,14 @@ class Detector:
         found: Mapping[str, float],
         *,
         hints: Mapping[str, Any] | None = None,
-        name_first: str = "largest",
+        choose: Callable[..., str] | None = max,
     ) -> list[Alarm]:
-        """One alarm for all tensors that are new to this event; it is named after one of them."""
+        """One alarm for all tensors that are new to this event, named after the largest, smallest or first of them."""
         new = [name for name in found if self._is_new(f"{kind} {signal} {name}", step)]
         if not new:
             return []
-        choose = min if name_first == "smallest" else max
-        worst = new[0] if name_first == "first" else choose(new, key=lambda name: found[name])
-        usual = self._range(f"{worst} {signal}")
-        also = tuple(name for name in new if name != worst)
+        worst = choose(new, key=lambda name: found[name]) if choose else new[0]
+        usual, also = self._range(f"{worst} {signal}"), tuple(name for name in new if name != worst)
         advice = advise(kind, signal, (hints or {}).get(worst, {}))
         return [Alarm(step, kind, worst, signal, found[worst], usual, advice, also)]
 
@@ -260,7 +256,40 @@ class Detector:
 
     def forget(self, names: Iterable[str]) -> None:
         """Delete the windows of tensors that no longer exist."""
-        keys = {f"{name} {signal}" for name in names for signal in ("rms", "grad_rms", "param_rms")}
-        for windows in (self.usual, self.drifts):
-            for key in keys & windows.keys():
-                del windows[key]
+        for key in (f"{name} {signal}" for name in names for signal in ("rms", "grad_rms", "param_rms")):
+            self.usual.pop(key, None)
+            self.drifts.pop(key, None)
+
+
+def advise(kind: str, signal: str, hints: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Likely cause of an alarm, then what to change. `hints` are the hyper-parameters of the tensor; may be empty."""
+    eps, betas = hints.get("eps"), hints.get("betas")
+    match kind:
+        case "rms spike":
+            now = f" (now {float(betas[1]):g})" if betas else ""
+            stable = "StableAdamW already shortens this step" if "clip_threshold" in hints else "use StableAdamW"
+            return (
+                "Gradients are much larger than the second moment; a loss spike often follows within 8 steps. "
+                f"Lower β₂{now} or warm up longer; {stable}"
+            )
+        case "loss spike":
+            return (
+                "If an rms spike came first, lower β₂ or use StableAdamW. "
+                "Otherwise lower the learning rate, warm up longer, or use sequence length warmup"
+            )
+        case "gradient near eps":
+            now = f" (now {float(eps):g})" if eps is not None else ""
+            return f"eps reduces these updates. Use a smaller eps{now}, down to 1e-15; a larger eps makes it worse"
+        case "attention logits":
+            return "Training diverges when attention logits grow further. Use qk-norm or lower the learning rate"
+        case "drift" if signal == "logz":
+            return "log Z of the output moves steadily in one direction. Add a z-loss of 1e-4"
+        case "drift" if signal == "param_rms":
+            return "The size of these weights moves steadily in one direction. Check weight decay and learning rate"
+        case "drift":
+            return "Logits move steadily in one direction. Add a z-loss of 1e-4; for attention logits use qk-norm"
+        case "non-finite" if signal == "loss":
+            return "Skip this step. The alarms of the same step name the first tensor or layer with a NaN or Inf"
+        case "non-finite":
+            return "Skip such steps (skip_nonfinite=True), check the loss scale, or lower the learning rate"
+    return ""

@@ -21,6 +21,19 @@ def unwrap(model: nn.Module) -> nn.Module:
     return getattr(model, "module", model) if hasattr(model, "process_group") else model
 
 
+class Errors:
+    """A context that keeps the first error and continues: the other processes may wait in the next collective."""
+
+    first: str | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> bool:
+        if isinstance(error, Exception):
+            self.first = self.first or f"{type(error).__name__}: {error}"
+        return isinstance(error, Exception)
+
+
 class Processes:
     """The process groups that share a model: DDP's, or one per dimension of FSDP2's device mesh."""
 

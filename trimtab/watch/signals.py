@@ -12,19 +12,19 @@ measured on at most `SAMPLE` values per tensor, copied for the duration of the s
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.nn.tap import WRAPPERS
+from trimtab.nn.tap import strip_wrappers
 from trimtab.ops.sharding import add_up_shards, local
 from trimtab.ops.step import gradient_norms_unchecked
 from trimtab.ops.step.rules import EPS, GRAD_SCALE, rms_from_ratios
 from trimtab.ops.step.storage import Batch
-from trimtab.watch.processes import Processes
+from trimtab.watch.processes import Errors
 from trimtab.watch.surface import FLOAT32, collect, moments_of, rows_of
 
 SAMPLE = 4096
@@ -36,17 +36,27 @@ NAMES = ("rms", "grad_rms", "param_rms", "update_rms", "ratio", "eps_share")
 class Plan:
     """The watched tensors: names, parameters and sizes, in the optimizer's order."""
 
+    optimizer: torch.optim.Optimizer
     names: list[str]
     owners: list[Tensor]
+    device: torch.device  # of the sums
+    errors: Errors
 
     def __post_init__(self) -> None:
         self.places = {p: i for i, p in enumerate(self.owners)}
         self.numels = torch.tensor([p.numel() for p in self.owners], dtype=torch.float64)
 
+    def zeros(self, columns: int) -> Tensor:
+        """A row for every tensor."""
+        return torch.zeros(len(self.names), columns, dtype=torch.float64, device=self.device)
+
+    def collect(self) -> Iterator[Batch]:
+        return collect(self.optimizer, self.places)
+
 
 def name_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
     """Names of the optimizer's parameters: from the model, else from the optimizer, else group and index."""
-    known = {p: ".".join(x for x in name.split(".") if x not in WRAPPERS) for name, p in model.named_parameters()}
+    known = {p: strip_wrappers(name) for name, p in model.named_parameters()}
     names: dict[Tensor, str] = {}
     for i, group in enumerate(optimizer.param_groups):
         own = group.get("param_names") or [f"group {i}, parameter {k}" for k in range(len(group["params"]))]
@@ -63,26 +73,21 @@ def has_second_moment(optimizer: torch.optim.Optimizer) -> bool:
 class Signals:
     """The sums of one step. Call `measure_gradients` and `measure_updates` before it, `measure_samples` after it."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        plan: Plan,
-        processes: Processes,
-        on_error: Callable[[Exception], None],
-    ) -> None:
-        self.optimizer, self.plan, self.on_error = optimizer, plan, on_error
-        self.sums = torch.zeros(len(plan.names), 6, dtype=torch.float64, device=processes.device)
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.optimizer = plan, plan.optimizer
+        self.sums = plan.zeros(6)
         self._sampled: list[tuple[int, Tensor, int, Tensor]] = []
 
     def measure_gradients(self) -> None:
         """Before the step: gradients, and RMS_t against the second moment that the step uses."""
-        self._try(self._gradients)
+        with self.plan.errors:
+            self._gradients()
         eps = self.sums[:, EPS_USED].clone()
         self.sums = add_up_shards(self.plan.owners, self.sums)
         self.sums[:, EPS_USED] = eps
 
     def _gradients(self) -> None:
-        for batch in collect(self.optimizer, self.plan.places):
+        for batch in self.plan.collect():
             where = self._index(batch)
             self.sums[where, PRESENT] = 1.0
             squares = gradient_norms_unchecked(batch.grads).double().to(self.sums.device)
@@ -96,22 +101,16 @@ class Signals:
             self.sums[where, EPS_USED] = rows[:, EPS].double().to(self.sums.device)
             self.sums[where, RATIO] = batch.ratios(rows).double().to(self.sums.device)
 
-    def _try(self, run: Callable[[], None]) -> None:
-        """Continue after an error: the other processes wait in the next collective."""
-        try:
-            run()
-        except Exception as error:
-            self.on_error(error)
-
     def measure_updates(self) -> None:
         """Before the step, with its final learning rate: parameters, and their update."""
-        part = torch.zeros(len(self.plan.names), 2, dtype=torch.float64, device=self.sums.device)
-        self._try(lambda: self._updates(part))
+        part = self.plan.zeros(2)
+        with self.plan.errors:
+            self._updates(part)
         part = add_up_shards(self.plan.owners, part)
         self.sums[:, PARAM], self.sums[:, UPDATE] = part[:, 0], part[:, 1]
 
     def _updates(self, part: Tensor) -> None:
-        for batch in collect(self.optimizer, self.plan.places):
+        for batch in self.plan.collect():
             where = self._index(batch)
             if batch.rule is not None and batch.names:
                 part[where] = self._norms(batch).double().to(part.device)
@@ -126,7 +125,7 @@ class Signals:
         """After the step: the update of tensors whose update rule is unknown, from samples."""
         if not self._sampled:
             return
-        part = torch.zeros(len(self.plan.names), 1, dtype=torch.float64, device=self.sums.device)
+        part = self.plan.zeros(1)
         for place, p, stride, before in self._sampled:
             if before.numel():
                 change = local(p).detach().reshape(-1)[::stride].double() - before.double()
@@ -166,16 +165,6 @@ def to_record(plan: Plan, sums: Tensor) -> dict[str, dict[str, float]]:
         ratio, eps_share = update / param if param else math.nan, eps / (grad + eps) if eps else math.nan
         found[name] = dict(zip(NAMES, (rms, grad, param, update, ratio, eps_share), strict=True))
     return found
-
-
-def add_norms(record: Mapping[str, Mapping[str, float]], plan: Plan) -> dict[str, float]:
-    """Norms over all watched tensors together."""
-    numels = dict(zip(plan.names, plan.numels.tolist(), strict=True))
-
-    def total(signal: str) -> float:
-        return root(sum(x[signal] ** 2 * numels[name] for name, x in record.items()))
-
-    return {"grad_norm": total("grad_rms"), "param_norm": total("param_rms"), "update_norm": total("update_rms")}
 
 
 def root(x: float) -> float:

@@ -22,8 +22,6 @@ from trimtab.ops.step.rules import COUPLED, DECAY, adam_averages, exact, indepen
 from trimtab.ops.step.storage import SECOND, Batch, Storage
 
 State = Mapping[str, Any]
-
-
 USED = (*SECOND, "exp_avg", "max_exp_avg_sq")
 FLOAT32 = Storage(32, 256, "quadratic")
 
@@ -34,7 +32,8 @@ def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tu
     if rule in RULES and hasattr(optimizer, "states_of"):
         names = tuple(optimizer.states_of(group))
         # AdafactorMomentum keeps a momentum as the kernels do, but has an update of its own; SGD may keep nothing.
-        known = len(names) == len(RULES[rule].signed) and "exp_avg_sq_row" not in _extras(optimizer)
+        extras = optimizer.extras_of(torch.empty(1, 1, device="meta"))  # type: ignore[attr-defined]
+        known = len(names) == len(RULES[rule].signed) and "exp_avg_sq_row" not in extras
         return (rule if known else None), names
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
         return (None if group["amsgrad"] else "adamw"), ("exp_avg", "exp_avg_sq")
@@ -43,10 +42,6 @@ def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tu
     if "betas" in group and "eps" in group and len(group["betas"]) >= 2:
         return None, ("exp_avg_sq",)
     return None, ()
-
-
-def _extras(optimizer: Any) -> dict[str, Any]:
-    return dict(optimizer.extras_of(torch.empty(1, 1, device="meta")))
 
 
 def rows_of(optimizer: torch.optim.Optimizer, batch: Batch, sums: Tensor | None = None) -> Tensor:
@@ -71,10 +66,10 @@ def rows_of(optimizer: torch.optim.Optimizer, batch: Batch, sums: Tensor | None 
 def collect(optimizer: torch.optim.Optimizer, places: Mapping[Tensor, int]) -> Iterator[Batch]:
     """Every watched tensor that has a gradient, by group and by how its state is kept."""
     zeros: dict[Any, Tensor] = {}  # a state that is not there yet is zero
-    alone: list[tuple[Batch, Tensor]] = []
+    alone: list[tuple[Batch, Tensor, bool]] = []
     for group in optimizer.param_groups:
         rule, names = moments_of(optimizer, group)
-        scale, coupled = _scale_of(optimizer, group), _is_coupled(optimizer, group, rule, names)
+        scale, coupled = _scale_of(optimizer, group), _is_coupled(optimizer, Batch(group, FLOAT32, rule, names))
         batches: dict[Any, Batch] = {}
         for p in group["params"]:
             if p.grad is None or p not in places or p.grad.layout != torch.strided or p.is_complex():
@@ -84,17 +79,17 @@ def collect(optimizer: torch.optim.Optimizer, places: Mapping[Tensor, int]) -> I
             storage = Storage(8, group["block"], group["codebook"]) if coded else FLOAT32
             batch = Batch(group, storage, rule, names, scale)
             if coupled or not _is_plain(p, state, batch):
-                alone.append((batch, p))
+                alone.append((batch, p, coupled))
             else:
                 _add(batches.setdefault((coded, local(p).device), batch), p, places[p], state, zeros)
         yield from (_seal(batch) for batch in batches.values())
-    for batch, p in alone:
+    for batch, p, coupled in alone:
         state = optimizer.state.get(p) or {}
         if _is_plain(p, state, batch):
             _add(batch, p, places[p], state, zeros)
         else:
             _convert(batch, p, places[p], state)
-        yield _couple(_seal(batch)) if _is_coupled(optimizer, batch.group, batch.rule, batch.names) else _seal(batch)
+        yield _couple(_seal(batch)) if coupled else _seal(batch)
 
 
 def _scale_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any:
@@ -104,13 +99,11 @@ def _scale_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any
     return scale / given.double() if isinstance(given, Tensor) else scale
 
 
-def _is_coupled(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], rule: str | None, names: tuple[str, ...]
-) -> bool:
-    """Does weight decay go through the gradient? Then the second moment has it too."""
-    if not group.get("weight_decay") or (rule is None and not isinstance(optimizer, torch.optim.Adam)):
+def _is_coupled(optimizer: torch.optim.Optimizer, probe: Batch) -> bool:
+    """Whether weight decay is added to the gradient and therefore enters the second moment."""
+    known = probe.rule is not None or isinstance(optimizer, torch.optim.Adam)
+    if not probe.group.get("weight_decay") or not known:
         return False
-    probe = Batch(group, FLOAT32, rule, names)
     probe.steps, probe.owners = torch.ones(1), [torch.empty(1)]
     return bool(rows_of(optimizer, probe)[0, COUPLED] != 0)
 
@@ -159,7 +152,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _zero_like(mine: Tensor, zeros: dict[Any, Tensor], value: float) -> Tensor:
-    """One stretch of zeros for all: nothing is written there."""
+    """A view of one shared tensor: nothing is written to it."""
     key = (mine.device, value)
     if key not in zeros or zeros[key].numel() < mine.numel():
         zeros[key] = torch.full((mine.numel(),), value, device=mine.device)
@@ -186,12 +179,12 @@ def _convert(batch: Batch, p: Tensor, place: int, state: State) -> None:
     if largest is not None:
         v, beta2 = batch.kept[0]["exp_avg_sq"], float(batch.group["betas"][1])
         added = (1 - beta2) * (grad * torch.as_tensor(batch.grad_scale).float()).square()
-        # What the rows make of it, β2 v + (1 - β2) g², must be the maximum that amsgrad divides by.
+        # The kernels compute β2 v + (1 - β2) g² from it: that must be the maximum that amsgrad divides by.
         batch.kept[0]["exp_avg_sq"] = (torch.maximum(largest, beta2 * v + added) - added) / beta2
 
 
 def _couple(batch: Batch) -> Batch:
-    """g <- g * grad_scale + decay * p, as the step will do."""
+    """g <- g * grad_scale + decay * p, as in the step."""
     decay, scale = batch.group["weight_decay"], torch.as_tensor(batch.grad_scale).float()
     batch.grads = [batch.grads[0].float() * scale.to(batch.steps.device) + decay * batch.params[0].float()]
     batch.grad_scale, batch.group = 1.0, batch.group | {"weight_decay": 0.0}

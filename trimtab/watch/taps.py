@@ -11,14 +11,17 @@ Values stay on the device until the step ends. Micro-batches and processes are c
 others by their mean.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.nn.tap import WRAPPERS, listen
+from trimtab.nn.tap import listen, strip_wrappers
+from trimtab.watch.processes import Errors
 
 # Without the output logits: a chunked loss never holds them, and computing them takes memory. Request them by name.
 DEFAULT = ("*.attention.logits", "*.attention.q", "*.attention.k", "*.out", "logz", "*.logz")
@@ -29,11 +32,9 @@ ENTROPY_CHUNK = 2**20  # logits
 class LayerRecorder:
     """Records one step at a time: `open` before its forward pass, `close` after the step, then `read`."""
 
-    def __init__(
-        self, model: nn.Module, taps: bool | str | Sequence[str], on_error: Callable[[Exception], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, taps: bool | str | Sequence[str], errors: Errors) -> None:
         patterns = DEFAULT if isinstance(taps, bool) else (taps,) if isinstance(taps, str) else tuple(taps)
-        self.model, self.patterns, self.on_error = model, patterns, on_error
+        self.model, self.patterns, self.errors = model, patterns, errors
         self.sums: dict[Key, tuple[Tensor, int]] = {}
         self.maxima: dict[Key, Tensor] = {}
         self._queries: dict[str, Tensor] = {}
@@ -47,8 +48,7 @@ class LayerRecorder:
         self._stack.enter_context(listen(self.model, self._on_tap, self.patterns))
         for name, module in self.model.named_modules():
             if getattr(module, "rounding", self) is None:  # a quantized layer that is not being measured already
-                path = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-                module.rounding = _RoundingError(self, path)
+                module.rounding = SimpleNamespace(add=partial(self._on_rounding, strip_wrappers(name)))
                 self._stack.callback(setattr, module, "rounding", None)
 
     def close(self) -> None:
@@ -67,11 +67,15 @@ class LayerRecorder:
         if not self.model.training or not x.numel():  # evaluation between two steps is not recorded
             return
         layer, _, what = path.rpartition(".")
-        try:
-            with torch.no_grad():
-                self._record(layer, what, x)
-        except Exception as error:  # must not stop the model
-            self.on_error(error)
+        with self.errors, torch.no_grad():
+            self._record(layer, what, x)
+
+    def _on_rounding(self, layer: str, operand: str, x: Tensor, rounded: Tensor, by_row: bool) -> None:
+        """Receives the operands of a quantized layer."""
+        if self.model.training:
+            with self.errors, torch.no_grad():
+                difference = torch.linalg.vector_norm(rounded.float() - x.float())
+                self._add_mean(layer, f"{operand}_error", difference / torch.linalg.vector_norm(x.float()))
 
     def _record(self, layer: str, what: str, x: Tensor) -> None:
         if what == "logits" and layer:
@@ -104,24 +108,6 @@ class LayerRecorder:
     def _add_max(self, layer: str, name: str, value: Tensor) -> None:
         known = self.maxima.get((layer, name))
         self.maxima[layer, name] = value.double() if known is None else torch.maximum(known, value.double())
-
-
-class _RoundingError:
-    """Receives the operands of a quantized layer through its attribute `rounding`."""
-
-    def __init__(self, recorder: LayerRecorder, layer: str) -> None:
-        self.recorder, self.layer = recorder, layer
-
-    def add(self, operand: str, x: Tensor, rounded: Tensor, by_row: bool) -> None:
-        if not self.recorder.model.training:
-            return
-        try:
-            with torch.no_grad():
-                difference = torch.linalg.vector_norm(rounded.float() - x.float())
-                relative = difference / torch.linalg.vector_norm(x.float())
-                self.recorder._add_mean(self.layer, f"{operand}_error", relative)
-        except Exception as error:
-            self.recorder.on_error(error)
 
 
 def name_layers(keys: Sequence[Key], row: Sequence[float]) -> dict[str, dict[str, float]]:

@@ -8,7 +8,7 @@ Measured after the update, over all elements of all watched tensors, in chunks t
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from torch import Tensor
 from trimtab.ops.sharding import add_up_shards
 from trimtab.ops.step.rules import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
 from trimtab.ops.step.storage import Batch, decode_flat, encode_flat
-from trimtab.watch.processes import Processes
-from trimtab.watch.signals import Plan, add_norms, root
-from trimtab.watch.surface import collect, rows_of
+from trimtab.watch.signals import Plan, root
+from trimtab.watch.surface import rows_of
 
 CHUNK = 1 << 17
 SAMPLED_BLOCKS = 16  # per tensor and measurement; the next measurement uses the next blocks
@@ -27,22 +26,17 @@ MAXIMA = ("weight_max", "momentum_max", "square_max")
 
 
 @torch.no_grad()
-def measure_totals(
-    optimizer: torch.optim.Optimizer, plan: Plan, processes: Processes, on_error: Callable[[Exception], None]
-) -> Tensor:
+def measure_totals(plan: Plan) -> Tensor:
     """A row of ten sums and maxima (`SUMS`, `MAXIMA`), on the device, of whole tensors."""
-    sums = torch.zeros(len(plan.names), len(SUMS), dtype=torch.float64, device=processes.device)
-    maxima = torch.zeros(len(plan.names), len(MAXIMA), dtype=torch.float64, device=processes.device)
-    try:
-        for batch in collect(optimizer, plan.places):
+    sums, maxima = plan.zeros(len(SUMS)), plan.zeros(len(MAXIMA))
+    with plan.errors:
+        for batch in plan.collect():
             for i, place in enumerate(batch.where):
                 parts = [_size(*chunk) for chunk in _chunks(batch, i)]
                 if parts:
                     found = torch.stack(parts).double().to(sums.device)
                     sums[place] = found[:, : len(SUMS)].sum(0)
                     maxima[place] = found[:, len(SUMS) :].amax(0)
-    except Exception as error:  # the other processes wait in the collective below
-        on_error(error)
     sums = add_up_shards(plan.owners, sums).sum(0)
     return torch.cat([sums, add_up_shards(plan.owners, maxima, largest=True).amax(0)])
 
@@ -62,7 +56,9 @@ def summarise(
     state: Sequence[list[float]],
 ) -> dict[str, float]:
     """All numbers of a step that belong to no single tensor or layer. Moves those of the output out of `layers`."""
-    totals = layers.pop("", {}) | (add_norms(tensors, plan) if tensors else {})
+    totals, numels = layers.pop("", {}), dict(zip(plan.names, plan.numels.tolist(), strict=True))
+    for kind in ("grad", "param", "update") if tensors else ():
+        totals[f"{kind}_norm"] = root(sum(x[f"{kind}_rms"] ** 2 * numels[name] for name, x in tensors.items()))
     if len(state) == 2:
         (error, square), sizes = state
         totals |= name_totals(sizes)
@@ -109,30 +105,22 @@ def _decode(batch: Batch, i: int, start: int, stop: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def measure_state_error(
-    optimizer: torch.optim.Optimizer,
-    plan: Plan,
-    processes: Processes,
-    on_error: Callable[[Exception], None],
-    count: int,
-) -> Tensor:
+def measure_state_error(plan: Plan, count: int) -> Tensor:
     """Before a step: Σ |u₈ - u|² and Σ u² over a few blocks of every 8-bit tensor, [2]; zeros if there is none.
 
     `count` is the number of earlier measurements: it selects the blocks.
     """
-    sums = torch.zeros(len(plan.names), 2, dtype=torch.float64, device=processes.device)
-    try:
-        for batch in collect(optimizer, plan.places):
+    sums = plan.zeros(2)
+    with plan.errors:
+        for batch in plan.collect():
             if batch.storage.bits == 32 or batch.second is None or "exp_avg" not in batch.names:
                 continue
-            rows = rows_of(optimizer, batch)
+            rows = rows_of(plan.optimizer, batch)
             for i, place in enumerate(batch.where):
                 length, numel = SAMPLED_BLOCKS * batch.block, batch.params[i].numel()
                 start = count % max(1, -(-numel // length)) * length
                 if numel:
                     sums[place] = _state_error(batch, i, rows[i], start, min(start + length, numel)).to(sums.device)
-    except Exception as error:
-        on_error(error)
     return add_up_shards(plan.owners, sums).sum(0)
 
 

@@ -18,7 +18,7 @@ watcher is reported once, as an alarm, and disables the watcher on all processes
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trimtab.watch import totals as totals_of
 from trimtab.watch.actions import Actions, Actor
 from trimtab.watch.events import NO_RANGE, Alarm, Detector, Records, Rules
-from trimtab.watch.processes import Processes, as_scalar, share_losses, unwrap
+from trimtab.watch.processes import Errors, Processes, as_scalar, share_losses, unwrap
 from trimtab.watch.signals import GRAD, Plan, Signals, clean, has_second_moment, name_parameters, to_record
 from trimtab.watch.taps import Key, LayerRecorder, combine, name_layers
 
@@ -64,23 +64,22 @@ class Watch:
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        for name, value in (("every", every), ("deep_every", deep_every)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        if every < 1 or deep_every < 1:
+            raise ValueError(f"every and deep_every must be at least 1, got {every} and {deep_every}")
         self.model, self.optimizer = unwrap(model), _innermost(optimizer)
         self.every, self.deep_every = every, deep_every
         self.patterns = (tensors,) if isinstance(tensors, str) else tuple(tensors)
         self.steps = 0
         self.detector = Detector(rules or Rules(), every)
         self.actor = Actor(actions or Actions(), self.optimizer)
+        self._errors = Errors()
+        self._processes = Processes(model, self._all_parameters())
         self._params: list[Tensor] = []
-        self._plan = Plan([], [])
+        self._plan = self._make_plan({})
         self._replan()
         if not self._plan.names:
             raise ValueError(f"no parameter of the optimizer matches {', '.join(self.patterns)}")
-        self._processes = Processes(model, self._params)
-        self._recorder = LayerRecorder(self.model, taps, self._note_error) if taps is not False else None
-        self._error: str | None = None
+        self._recorder = LayerRecorder(self.model, taps, self._errors) if taps is not False else None
         self._error_shared = False  # all processes have received it
         self._skipped = False  # the loop left out `optimizer.step`: measure now, whatever `every` is
         self._signals: Signals | None = None
@@ -102,29 +101,29 @@ class Watch:
         self.steps += 1
         self.actor.after_step()
         self._losses.append(None)
-        self._try(lambda: self._losses.__setitem__(-1, as_scalar(loss)))
+        with self._errors:
+            self._losses[-1] = as_scalar(loss)
         skipped, self._skipped = self._skipped, False
         if self.steps % self.every and not skipped:
-            self._try(self._open_taps)
+            with self._errors:
+                self._open_taps()
             return []
-        try:
+        with self._errors:
             alarms = self._finish_step(grad_norm)
             self._open_taps()
-        except Exception as error:
-            self._note_error(error)
-            if self._processes.groups and not self._error_shared:
-                return []  # the other processes would hang: share the error first, then close together
-            self.close()
-            text = f"{self._error}. The watcher is now disabled; the training continues without it"
-            return [Alarm(self.steps, "watcher error", "watcher", "error", math.nan, NO_RANGE, text)]
-        return alarms
+            return alarms
+        if self._processes.groups and not self._error_shared:
+            return []  # the other processes would hang: share the error first, then close together
+        self.close()
+        text = f"{self._errors.first}. The watcher is now disabled; the training continues without it"
+        return [Alarm(self.steps, "watcher error", "watcher", "error", math.nan, NO_RANGE, text)]
 
     def skip(self) -> None:
         """Call in place of `optimizer.step` when the loop skips it: the gradients are still measured."""
         self._skipped = self.active
         if self._skipped:
-            with torch.no_grad():
-                self._try(self._measure)
+            with self._errors, torch.no_grad():
+                self._measure()
 
     @property
     def record(self) -> dict[str, Any]:
@@ -160,31 +159,29 @@ class Watch:
 
     # --- Around the optimizer's step
 
-    @torch.no_grad()
     def _before(self, *_: Any) -> None:
         if self._is_due(self.steps + 1):
-            self._try(self._measure)
+            with self._errors, torch.no_grad():
+                self._measure()
 
     def _measure(self) -> None:
         self._replan()
-        signals = self._signals = Signals(*self._context())
+        signals = self._signals = Signals(self._plan)
         signals.measure_gradients()
         if self.actor.actions.before:
             self._act(signals)
         signals.measure_updates()
         if self._is_deep(self.steps + 1):
-            self._deep = [totals_of.measure_state_error(*self._context(), self.steps // self.deep_every)]
+            self._deep = [totals_of.measure_state_error(self._plan, self.steps // self.deep_every)]
 
-    @torch.no_grad()
     def _after(self, *_: Any) -> None:
         self.actor.after_step()
         if self._signals is not None and self._is_due(self.steps + 1):
-            self._try(self._signals.measure_samples)
+            with self._errors, torch.no_grad():
+                self._signals.measure_samples()
             if self._deep:
-                self._try(lambda: self._deep.append(totals_of.measure_totals(*self._context())))
-
-    def _context(self) -> tuple[torch.optim.Optimizer, Plan, Processes, Callable[[Exception], None]]:
-        return self.optimizer, self._plan, self._processes, self._note_error
+                with self._errors:
+                    self._deep.append(totals_of.measure_totals(self._plan))
 
     def _act(self, signals: Signals) -> None:
         """Decide on actions together: an alarm in one process makes all processes act."""
@@ -193,11 +190,10 @@ class Watch:
         spiking = list(self.detector.spiking(step, rms))
         finite = signals.sums[:, GRAD].isfinite().tolist()
         broken = [name for name, ok in zip(names, finite, strict=True) if not ok]
-        worst = [
-            max([1.0, *(rms[names[self._plan.places[p]]] for p in group["params"] if p in self._plan.places)])
-            for group in self.optimizer.param_groups
-        ]
-        worst = [x if math.isfinite(x) else 1.0 for x in worst]
+        worst = []  # the largest RMS_t of each group
+        for group in self.optimizer.param_groups:
+            largest = max([1.0, *(rms[names[self._plan.places[p]]] for p in group["params"] if p in self._plan.places)])
+            worst.append(largest if math.isfinite(largest) else 1.0)
         gathered = self._processes.gather(torch.tensor([len(spiking), len(broken), *worst], dtype=torch.float64))
         any_spiking, any_broken, *worst = gathered.amax(0).tolist()
         spiking = (spiking or ["another process"]) if any_spiking else []
@@ -207,14 +203,13 @@ class Watch:
     # --- In `watch.step`
 
     def _finish_step(self, grad_norm: Loss) -> list[Alarm]:
-        step, recorder = self.steps, self._recorder if self._is_deep(self.steps) else None
         means: list[Key] = []
         maxima: list[Key] = []
         stats = torch.zeros(0, dtype=torch.float64)
-        if recorder is not None:
-            recorder.close()
-            means, maxima, stats = recorder.read()
-        failed, pending, self._losses = self._error is not None, self._losses, []
+        if self._recorder is not None and self._is_deep(self.steps):
+            self._recorder.close()
+            means, maxima, stats = self._recorder.read()
+        failed, pending, self._losses = self._errors.first is not None, self._losses, []
         shared = share_losses(self._processes, pending, width=self.every, failed=failed, names=(means, maxima))
         self._error_shared = shared.failed
         if shared.failed:
@@ -232,12 +227,15 @@ class Watch:
         tensors = to_record(self._plan, sums.view(-1, 6)) if signals is not None else {}
         layers = name_layers([*means, *maxima], stats.tolist())
         totals = totals_of.summarise(tensors, layers, self._plan, [x.tolist() for x in last])
-        self._count_clips(totals, grad_norm)
+        if grad_norm is not None and "grad_norm" in totals:
+            clipped = float(grad_norm) > 1.001 * totals["grad_norm"]
+            self._clipped = [*self._clipped, int(clipped)][-self.detector.rules.window :]
+            totals["clip_fraction"] = sum(self._clipped) / len(self._clipped)
         given = [x if known else None for x, known in zip(losses.tolist(), shared.given, strict=True)]
         alarms, self._alarms = self._alarms + self._check(given, tensors, layers, totals), []
         loss = given[-1] if given else None
-        self._record = {"step": step, "loss": loss, "tensors": tensors, "layers": layers, "totals": totals}
-        return alarms + self.actor.after_alarms(step, alarms)
+        self._record = {"step": self.steps, "loss": loss, "tensors": tensors, "layers": layers, "totals": totals}
+        return alarms + self.actor.after_alarms(self.steps, alarms)
 
     def _check(
         self, losses: Sequence[float | None], tensors: Records, layers: Records, totals: dict[str, float]
@@ -257,12 +255,6 @@ class Watch:
             alarms += detector.check_drift(step, moving)
         return alarms
 
-    def _count_clips(self, totals: dict[str, float], grad_norm: Loss) -> None:
-        if grad_norm is not None and "grad_norm" in totals:
-            clipped = float(grad_norm) > 1.001 * totals["grad_norm"]
-            self._clipped = [*self._clipped, int(clipped)][-self.detector.rules.window :]
-            totals["clip_fraction"] = sum(self._clipped) / len(self._clipped)
-
     def _is_due(self, step: int) -> bool:
         return bool(self._hooks) and step % self.every == 0
 
@@ -276,26 +268,23 @@ class Watch:
 
     def _replan(self) -> None:
         """Update the list of watched tensors if the optimizer's parameters have changed."""
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        params = self._all_parameters()
         if len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True)):
             return
         before = set(self._plan.names)
         names = name_parameters(self.model, self.optimizer)
         watched = {p: name for p, name in names.items() if any(fnmatchcase(name, x) for x in self.patterns)}
-        self._params, self._plan = params, Plan(list(watched.values()), list(watched))
+        self._params, self._plan = params, self._make_plan(watched)
         self.detector.forget(before - set(self._plan.names))
         self._hints = {
             names[p]: group for group in self.optimizer.param_groups for p in group["params"] if p in watched
         }
 
-    def _try(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except Exception as error:
-            self._note_error(error)
+    def _all_parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _note_error(self, error: Exception) -> None:
-        self._error = self._error or f"{type(error).__name__}: {error}"
+    def _make_plan(self, watched: Mapping[Tensor, str]) -> Plan:
+        return Plan(self.optimizer, list(watched.values()), list(watched), self._processes.device, self._errors)
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
