@@ -44,19 +44,16 @@ class StudyVerdict:
     arms: tuple[ArmVerdict, ...]  # empty: no run has a finite loss
     finished: bool
     comparisons: tuple[tuple[Comparison, Curve, Curve], ...]  # at the largest size of the first arm
-    backtests: tuple[Fit, ...]  # fits to attention logits with a back-test, the best first
+    backtests: tuple[tuple[float, Fit], ...]  # of fits to attention logits, with the factor; the best first
 
 
-def judge(findings: Findings) -> list[StudyVerdict]:
-    return [_judge(findings, source) for source in findings.studies]
-
-
-def _judge(findings: Findings, source: Source) -> StudyVerdict:
+def judge(findings: Findings, source: Source) -> StudyVerdict:
     curves = [curve for curve in findings.curves if curve.study == source.name]
     arms = group_by(curves, lambda curve: curve.arm).values()
     by_size = [sorted(those, key=lambda curve: curve.params or 0) for those in arms]
     base = by_size[0][-1] if by_size else None
     fits = [f for f in findings.fits if (f.study, f.signal) == (source.name, "logit_max") and not f.bounded]
+    backtests = [(fit.backtest.factor, fit) for fit in fits if fit.backtest is not None]
     by_key = {curve.key: curve for curve in curves}
     pairs = [
         (one, base, other)
@@ -69,12 +66,8 @@ def _judge(findings: Findings, source: Source) -> StudyVerdict:
         arms=tuple(_arm(findings, source, those, base) for those in by_size),
         finished=any(result.finished for result in findings.results if result.study == source.name),
         comparisons=tuple(pairs),
-        backtests=tuple(sorted((fit for fit in fits if fit.backtest is not None), key=backtest_factor)),
+        backtests=tuple(sorted(backtests, key=lambda pair: pair[0])),
     )
-
-
-def backtest_factor(fit: Fit) -> float:
-    return fit.backtest.factor if fit.backtest is not None else math.nan
 
 
 def _arm(findings: Findings, source: Source, curves: Sequence[Curve], base: Curve | None) -> ArmVerdict:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.analysis.findings import Result, Signal
-from trimtab.analysis.verdict import backtest_factor
 from trimtab.report.layout import View
 from trimtab.report.numbers import UNKNOWN, between, count, duration, join_rates, link, loss, number, plural, relative
 from trimtab.report.sentences import forecast_words, range_words, status_words
@@ -104,7 +103,7 @@ def backtests(view: View, signal: Signal) -> list[Table]:
             off = Cell(f"{number(test.factor, 2)}×", test.factor)
             size = Cell(count(test.params), test.params)
             rows.append([_lr(fit.lr), _text(view.title((fit.study, fit.arm))), size, *values, off])
-            worst = max(worst, backtest_factor(fit))
+            worst = max(worst, test.factor)
     head = ("Learning rate", "Arm", "Size", "Predicted", "Measured", "Off by")
     title = (
         f"Back-test: the largest size predicted from the smaller ones, off by a factor of {number(worst, 2)} at most"

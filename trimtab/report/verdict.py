@@ -6,7 +6,7 @@ from statistics import median
 
 from trimtab.analysis.findings import Curve, Findings, Status
 from trimtab.analysis.thresholds import NEAR_EPS
-from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, backtest_factor, judge
+from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, judge
 from trimtab.report.numbers import beyond, count, factor, join, number, params, plural
 from trimtab.report.sentences import critical_words, range_words
 
@@ -23,7 +23,7 @@ def verdict_words(findings: Findings) -> list[str]:
     if not any(result.finished for result in findings.results):
         return list(_nothing(findings))
     words = []
-    for study in judge(findings):
+    for study in (judge(findings, source) for source in findings.studies):
         prefix = f"{study.source.name}: " if len(findings.studies) > 1 else ""
         words += [f"{prefix}{sentence}" for sentence in _study(findings, study)]
     return [*words, *_missing(findings)]
@@ -55,11 +55,11 @@ def _study(findings: Findings, study: StudyVerdict) -> Iterator[str]:
     yield from _effects(study)
     yield from _forecasts(findings, study)
     if study.backtests:
-        worst = study.backtests[-1]
+        middle, (worst, fit) = median(factor for factor, _ in study.backtests), study.backtests[-1]
         yield (
             "Back-test: the attention logits of the largest size, predicted from the smaller ones, are off by a factor "
-            f"of {median(map(backtest_factor, study.backtests)):.1f} (median of {plural(len(study.backtests), 'fit')}) "
-            f"and {backtest_factor(worst):.1f} at most ({worst.arm}, learning rate {number(worst.lr)})."
+            f"of {middle:.1f} (median of {plural(len(study.backtests), 'fit')}) and {worst:.1f} at most ({fit.arm}, "
+            f"learning rate {number(fit.lr)})."
         )
 
 
