@@ -180,7 +180,8 @@ def test_what_lies_beyond_the_horizon_is_not_claimed(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, grid(lrs=(1e-4, 0.1, 0.3), seeds=(0,)))])
     forecast = forecast_of(findings, 1e-4)
     assert (forecast.fails_at, forecast.high) == (None, None)
-    assert "not within 4 powers of ten" in forecast_words(forecast)
+    assert "does not reach" in forecast_words(forecast)
+    assert "within 4 powers of ten" in forecast_words(forecast)
 
 
 def test_a_crossing_is_where_the_fit_reaches_the_level(law: Findings) -> None:

@@ -14,7 +14,7 @@ from trimtab.analysis.thresholds import NEAR_EPS
 from trimtab.report import axes
 from trimtab.report.axes import Range, Trace
 from trimtab.report.layout import Figure, Panel, View, run_words
-from trimtab.report.numbers import between, count, number, params
+from trimtab.report.numbers import between, count, number, params, upper_first
 from trimtab.report.sentences import forecast_words
 
 FARTHEST = 1e4  # times the largest size: forecasts beyond are not drawn
@@ -32,19 +32,18 @@ def growth(view: View, panel: Panel, signal: Signal) -> Figure | None:
     ahead = [x for x in forecasts if x.fails_at is not None and not x.seen]
     across, largest = _across(view, signal)
     critical = view.findings.critical
-    limits = [critical.value] if signal == "logit_max" else sorted({run.eps for run in runs})
-    up = _up(view, signal, [limit for limit in limits if 0 < limit < math.inf])
+    limits = [critical.value] if signal == "logit_max" else sorted({run.eps for run in runs if 0 < run.eps < math.inf})
+    up = _up(view, signal, limits)
     uncertain = {x.lr for x in ahead}
     traces = [trace for fit in fits for trace in _line(view, fit, across, up, banded=fit.lr in uncertain)]
     traces += [_points(view, runs, lr, signal) for lr in sorted({run.lr for run in runs})]
     traces += [_backtest(view, fit) for fit in fits if fit.backtest is not None]
-    level = limits[0] if signal == "logit_max" else NEAR_EPS * limits[0]
-    traces += [_forecast(view, x, level) for x in ahead if across[0] <= (x.fails_at or 0) <= across[1]]
+    traces += [_forecast(view, x) for x in ahead if across[0] <= (x.fails_at or 0) <= across[1]]
     edge = largest * 1.25
     box = {"type": "rect", "yref": "paper", "x0": edge, "x1": across[1], "y0": 0, "y1": 1, "layer": "below"}
     shapes: list[dict[str, Any]] = [{**box, "fillcolor": "--shade", "line": {"width": 0}}]
     words = [axes.note("forecast", axes.share(edge, across), 1.0, font={"size": 11.5, "color": "--muted"})]
-    for limit in (limit for limit in limits if 0 < limit < math.inf):
+    for limit in limits:
         low, high = (critical.low, critical.high) if signal == "logit_max" else (0.0, NEAR_EPS * limit)
         zone = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": max(low, up[0]), "y1": min(high, up[1])}
         shapes.append({**zone, "layer": "below", "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}})
@@ -69,7 +68,7 @@ def growth_words(view: View, panel: Panel, signal: Signal) -> str:
     """The chart as text, for screen readers."""
     forecasts = [x for x in view.findings.forecasts if (x.study, x.arm) == panel and x.signal == signal]
     text = " ".join(f"Learning rate {number(x.lr)}: {forecast_words(x)}." for x in forecasts)
-    return f"{NAMES[signal]} against size, {view.title(panel)}. ".capitalize() + text
+    return f"{upper_first(NAMES[signal])} against size, {view.title(panel)}. {text}"
 
 
 def _across(view: View, signal: Signal) -> tuple[Range, float]:
@@ -130,7 +129,7 @@ def _backtest(view: View, fit: Fit) -> Trace:
     return axes.scatter("lines+markers", xs, ys, f"lr {fit.lr:g}", line=line, marker=square, **axes.hover(["", text]))
 
 
-def _forecast(view: View, x: Forecast, limit: float) -> Trace:
+def _forecast(view: View, x: Forecast) -> Trace:
     """A diamond where the line meets the limit, with the range of the forecast."""
     at, colour = x.fails_at or 0.0, view.lr_colour(x.lr)
     high = x.high if x.high is not None and math.isfinite(x.high) else at * FARTHEST
@@ -141,7 +140,7 @@ def _forecast(view: View, x: Forecast, limit: float) -> Trace:
     return axes.scatter(
         "markers",
         [at],
-        [limit],
+        [x.level],
         f"lr {x.lr:g}",
         error_x={**bars, "thickness": 1.5, "width": 5},
         marker={"symbol": "diamond", "size": 13, "color": colour, "line": {"width": 1.5, "color": "--card"}},

@@ -91,6 +91,10 @@ def plural(amount: int, noun: str) -> str:
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
+def upper_first(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def label(text: object, longest: int = 60) -> str:
     """Escaped for a chart, on one line. Plotly interprets `&lt;` but not `&quot;`, so quotes stay."""
     line = " ".join(str(text).split())

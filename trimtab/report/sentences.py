@@ -41,7 +41,10 @@ _PREDICTED: dict[Outcome, str] = {"fine": "is stable", "uncertain": "is uncertai
 def note_words(note: Note, results: tuple[Result, ...] = ()) -> str:
     if note.kind == "few seeds":
         some = "" if note.of < 2 else "for some cells "
-        return f"{some}there is {plural(note.count, 'seed')} only, so random variation cannot be estimated"
+        return (
+            f"{some}there is only {plural(note.count, 'seed')}, so random variation cannot be estimated; a second seed "
+            "would show how much of the differences is random"
+        )
     shown = join(note.items)
     if note.kind in ("failed", "missing", "running", "unreadable"):
         reasons = {result.name: f"{result.name}: {status_words(result)}" for result in results}
@@ -87,14 +90,15 @@ def forecast_words(x: Forecast) -> str:
         return f"observed: training diverges at {params(x.fails_at)}"
     if x.outcome == "few sizes":
         return f"a forecast needs {FEWEST_SIZES} sizes, there are {len(x.sizes)}"
+    never = x.outcome == "not within horizon"
     now = f"{number(x.value)} at {params(x.sizes[-1])}"
-    what = f"the largest attention logit, {now}, reaches {number(x.level)}"
+    what = f"the largest attention logit, {now}, {'does not reach' if never else 'reaches'} {number(x.level)}"
     if x.signal == "grad_rms":
-        lost = 1 / (1 + NEAR_EPS)
-        what = f"the gradient RMS, {now}, falls to {number(x.level, 1)}, where ε takes {lost:.0%} of the update,"
-    if x.outcome == "not within horizon":
+        level = f"{number(x.level, 1)}, where ε shortens the update by {1 / (1 + NEAR_EPS):.0%},"
+        what = f"the gradient RMS, {now}, {'does not fall to' if never else 'falls to'} {level}"
+    if never:
         perhaps = f"; at the earliest at {count(x.low)}" if x.low is not None else ""
-        return f"{what} not within {HORIZON:.0f} powers of ten beyond the largest size{perhaps}"
+        return f"{what} within {HORIZON:.0f} powers of ten beyond the largest size{perhaps}"
     if x.outcome == "at largest size":
         return f"by the fit {what} at the largest size, but training did not diverge there"
     return f"{what} at {params(x.fails_at)} ({range_words(x)}), {beyond(x.decades)}"

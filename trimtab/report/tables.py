@@ -7,7 +7,19 @@ from pathlib import Path
 
 from trimtab.analysis.findings import Result, Signal
 from trimtab.report.layout import View
-from trimtab.report.numbers import UNKNOWN, between, count, duration, join_rates, link, loss, number, plural, relative
+from trimtab.report.numbers import (
+    UNKNOWN,
+    between,
+    count,
+    duration,
+    join_rates,
+    link,
+    loss,
+    number,
+    plural,
+    relative,
+    upper_first,
+)
 from trimtab.report.sentences import forecast_words, range_words, status_words
 from trimtab.runs.folder import FILES
 
@@ -80,8 +92,8 @@ def forecasts(view: View, signal: Signal) -> list[Table]:
         if x.signal == signal and x.fails_at is not None:
             small = "observed" if x.seen else range_words(x)
             at = Cell(count(x.fails_at, 3 if x.seen else 2), x.fails_at, small)
-            why = forecast_words(x)
-            rows.append([_lr(x.lr), _text(view.title((x.study, x.arm))), at, _text(why[:1].upper() + why[1:])])
+            why = upper_first(forecast_words(x))
+            rows.append([_lr(x.lr), _text(view.title((x.study, x.arm))), at, _text(why)])
     above = "Diverges above" if signal == "logit_max" else "Near ε above"
     return _folded("Forecast for larger models", ("Learning rate", "Arm", above, "Reason"), rows)
 
@@ -105,9 +117,8 @@ def backtests(view: View, signal: Signal) -> list[Table]:
             rows.append([_lr(fit.lr), _text(view.title((fit.study, fit.arm))), size, *values, off])
             worst = max(worst, test.factor)
     head = ("Learning rate", "Arm", "Size", "Predicted", "Measured", "Off by")
-    title = (
-        f"Back-test: the largest size predicted from the smaller ones, off by a factor of {number(worst, 2)} at most"
-    )
+    most = f"off by a factor of {number(worst, 2)} at most"
+    title = f"Back-test: the largest size predicted from the smaller ones, {most}"
     return [Table("Back-test", head, rows, folded=title)] if rows else []
 
 
