@@ -114,7 +114,7 @@ class Source:
 class Note:
     """Something that is missing, mixed or insufficient."""
 
-    kind: str  # see notes.py
+    kind: str  # a key of report.sentences.NOTES
     where: str = ""  # folder, study, or arm and size
     count: int = 0
     of: int = 0

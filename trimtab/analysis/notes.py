@@ -1,11 +1,6 @@
 """What a reader must know before using the findings: cells that are missing, runs that are mixed, too few seeds.
 
-no runs, not a folder, bad study, bad cells            folders and study files
-failed, missing, running, unreadable, stopped          cells by status
-broken lines, mixed                                    runs that were read in part, or that may not be comparable
-missing rates, nothing learned, no first loss,
-one rate, few seeds                                    curves
-no logits, few sizes, no params                        forecasts
+`trimtab.report.sentences` has a sentence for each kind of note.
 """
 
 import math

@@ -101,17 +101,16 @@ def label(text: object, longest: int = 60) -> str:
     return escape(line if len(line) <= longest else line[: longest - 1] + "…", quote=False)
 
 
-def link(path: PurePath) -> str:
-    """A relative address. It starts with `./`, so that a folder called `javascript:` is a folder."""
-    return "./" + quote(os.fsencode(path.as_posix().removeprefix("./")))
+def link(path: Path, folder: Path) -> str | None:
+    """The address of a file relative to a folder; None if there is none (another drive).
 
-
-def relative(path: Path, folder: Path) -> PurePath | None:
-    """The path from a folder to a file; None if there is none (another drive)."""
+    It starts with `./`, so that a folder called `javascript:` is a folder.
+    """
     try:
-        return PurePath(os.path.relpath(path.absolute(), folder.absolute()))
+        relative = PurePath(os.path.relpath(path.absolute(), folder.absolute()))
     except ValueError:
         return None
+    return "./" + quote(os.fsencode(relative.as_posix()))
 
 
 def _trim(text: str) -> str:

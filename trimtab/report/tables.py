@@ -17,7 +17,6 @@ from trimtab.report.numbers import (
     loss,
     number,
     plural,
-    relative,
     upper_first,
 )
 from trimtab.report.sentences import forecast_words, range_words, status_words
@@ -142,7 +141,7 @@ def _run_row(view: View, run: Result, folder: Path) -> list[Cell]:
     above = run.score - curve.best_loss if curve is not None else math.nan
     why = status_words(run)
     there = [path for name in FILES if (path := run.folder / name).is_file()]
-    links = [(link(way), path.stem) for path in there if (way := relative(path, folder)) is not None]
+    links = [(address, path.stem) for path in there if (address := link(path, folder)) is not None]
     return [
         Cell(run.name, kind="row"),
         _size(run.size, run.params),
