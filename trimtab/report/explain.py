@@ -30,8 +30,8 @@ class Finding:
     where: str = ""  # the tensor or layer that was first
 
     def __str__(self) -> str:
-        lines = [self.what, *(f"  {line}" for line in self.evidence)]
-        return "\n".join([*lines, f"  Possible remedies: {self.advice}"] if self.advice else lines)
+        remedies = [f"Possible remedies: {self.advice}"] if self.advice else []
+        return "\n  ".join([self.what, *self.evidence, *remedies])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from trimtab.analysis.thresholds import NEAR_EPS
 from trimtab.report import axes
 from trimtab.report.axes import Range, Trace
 from trimtab.report.layout import Figure, Panel, View, run_words
-from trimtab.report.numbers import between, count, number, params, upper_first
+from trimtab.report.numbers import between, capital, count, number, params
 from trimtab.report.sentences import forecast_words
 
 FARTHEST = 1e4  # times the largest size: forecasts beyond are not drawn
@@ -68,7 +68,7 @@ def growth_words(view: View, panel: Panel, signal: Signal) -> str:
     """The chart as text, for screen readers."""
     forecasts = [x for x in view.findings.forecasts if (x.study, x.arm) == panel and x.signal == signal]
     text = " ".join(f"Learning rate {number(x.lr)}: {forecast_words(x)}." for x in forecasts)
-    return f"{upper_first(NAMES[signal])} against size, {view.title(panel)}. {text}"
+    return f"{capital(NAMES[signal])} against size, {view.title(panel)}. {text}"
 
 
 def _across(view: View, signal: Signal) -> tuple[Range, float]:

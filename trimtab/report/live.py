@@ -69,9 +69,8 @@ class View:
         self.folder, self.paths = Path(folder), RunFolder(folder)
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a run, such as runs/gpt")
-        self._log, self._signals, self._events = (
-            Lines(path) for path in (self.paths.log, self.paths.signals, self.paths.events)
-        )
+        paths = (self.paths.log, self.paths.signals, self.paths.events)
+        self._log, self._signals, self._events = map(Lines, paths)
         self.curves: dict[tuple[str, str], Curve] = {}  # by layer and signal; layer "" is the whole run
         self.record: Json = {}
         self.recent: deque[Event] = deque(maxlen=8)

@@ -7,7 +7,7 @@ from statistics import median
 from trimtab.analysis.findings import Curve, Findings, Status
 from trimtab.analysis.thresholds import NEAR_EPS
 from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, judge
-from trimtab.report.numbers import beyond, count, factor, join, number, params, plural, upper_first
+from trimtab.report.numbers import beyond, capital, count, factor, join, number, params, plural
 from trimtab.report.sentences import critical_words, range_words
 
 _SIGNS: dict[Sign, str] = {
@@ -66,7 +66,7 @@ def _study(findings: Findings, study: StudyVerdict) -> Iterator[str]:
 def _headline(study: StudyVerdict) -> str:
     parts = [_outcome(arm) for arm in study.arms]
     text = "; ".join(parts[:4]) + (f"; {len(parts) - 4} more arms" if len(parts) > 4 else "")
-    return (upper_first(text) if study.arms[0].arm.isalpha() else text) + "."
+    return (capital(text) if study.arms[0].arm.isalpha() else text) + "."
 
 
 def _outcome(arm: ArmVerdict) -> str:
