@@ -126,7 +126,7 @@ def test_each_arm_has_its_charts_and_each_chart_its_words(findings: Findings) ->
     assert all(a["role"] == "img" and len(a["aria-label"]) > 30 for a in charts.values())
 
 
-def test_every_chart_is_one_that_plotly_knows(findings: Findings) -> None:
+def test_every_chart_is_valid_for_plotly(findings: Findings) -> None:
     go = pytest.importorskip("plotly.graph_objects")
 
     def paint(value: Any, key: str = "") -> Any:
@@ -204,7 +204,7 @@ def test_learning_rates_are_ticks_as_people_write_them(findings: Findings) -> No
     assert drawn(findings).figures["learning-rates-0"]["layout"]["xaxis"]["ticktext"] == ["0.003", "0.03", "0.3"]
 
 
-def test_what_made_the_page_is_on_it(findings: Findings) -> None:
+def test_commands_versions_and_data_are_on_the_page(findings: Findings) -> None:
     words = drawn(findings).said()
     run = findings.results[0]
     assert "trimtab lab" in words
@@ -293,7 +293,7 @@ def test_hostile_names_stay_text_in_charts(findings: Findings) -> None:
     assert tags == {"<b>", "</b>", "<br>", "<extra>", "</extra>"}
 
 
-def test_names_that_are_no_text_make_a_page_all_the_same(findings: Findings, tmp_path: Path) -> None:
+def test_names_that_are_not_valid_text_do_not_prevent_a_page(findings: Findings, tmp_path: Path) -> None:
     odd = [replace(run, name="bytes\udcff\x00\n", arm="bytes\udcff") for run in findings.results]
     page = write_report(replace(findings, results=tuple(odd)), tmp_path)
     assert "bytes\\udcff" in page.read_text()

@@ -30,7 +30,7 @@ def test_the_headline_has_the_outcome_of_every_arm(law: Findings) -> None:
     assert "steadied (qk-norm, z-loss=1e-4) is stable up to learning rate 0.3" in headline
 
 
-def test_a_rate_that_breaks_every_size_is_no_matter_of_size(tmp_path: Path) -> None:
+def test_a_learning_rate_that_diverges_at_every_size_is_reported_once(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1, 1.0), arms=ARMS[1:], seeds=(0,))
     broken = write_study(tmp_path, study, lambda cell: replace(planted(cell), loss=4.0 if cell.lr == 1 else 2.0))
     headline = verdict_words(read([broken]))[0]
@@ -52,7 +52,7 @@ def test_cause_effect_forecast_and_back_test_are_in_the_verdict(law: Findings) -
     assert has(law, "The critical attention logit is")
 
 
-def test_nothing_is_called_missing_in_a_whole_study(law: Findings) -> None:
+def test_a_complete_study_has_no_notes(law: Findings) -> None:
     assert law.notes == ()
     assert not has(law, "have no result")
 
@@ -89,7 +89,7 @@ def test_different_windows_are_both_given(tmp_path: Path) -> None:
     assert has(findings, "for plain (over learning rates 0.0001–0.01)", "for steadied (over learning rates 0.001–1)")
 
 
-def test_a_recipe_that_holds_is_said_to_hold_as_far_as_it_was_run(tmp_path: Path) -> None:
+def test_a_stable_recipe_is_called_stable_up_to_the_highest_learning_rate(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=ARMS[1:], seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda _: Numbers(loss=2.0))])
     assert verdict_words(findings)[0] == (
@@ -107,7 +107,7 @@ def test_a_recipe_that_learns_nothing_is_not_called_robust(tmp_path: Path) -> No
     assert any("the sensitivity is not meaningful" in note for note in notes_words(findings))
 
 
-def test_an_arm_that_does_not_help_is_said_not_to(tmp_path: Path) -> None:
+def test_an_arm_without_an_effect_is_reported(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=(Arm("plain"), Arm("z-loss", ("z-loss=1e-4",))), seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda cell: Numbers(loss=2.0 if cell.lr < 0.1 else 4.0))])
     assert has(findings, "z-loss does not raise the lowest diverging learning rate.")
@@ -133,7 +133,7 @@ def test_gradients_near_eps_are_forecast_for_rates_that_do_not_fail(tmp_path: Pa
     assert has(findings, "Forecast for steadied: at learning rate 0.1 the gradient RMS", "above 40M parameters")
 
 
-def test_several_studies_are_told_apart(tmp_path: Path) -> None:
+def test_several_studies_are_distinguished_by_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_study(tmp_path / name, grid(sizes=("2x16",), lrs=(0.01, 0.1), seeds=(0,), name=name))
     findings = read([tmp_path / "one", tmp_path / "two"])
@@ -151,7 +151,7 @@ def test_no_finished_run_quotes_the_first_failure(tmp_path: Path) -> None:
     assert has(findings, "ImportError: no module named mine")
 
 
-def test_no_sentence_has_marks_or_holes(law: Findings) -> None:
+def test_no_sentence_has_markup_or_missing_values(law: Findings) -> None:
     for line in (*verdict_words(law), *notes_words(law)):
         assert not set("*`_#<>|") & set(line.replace("qk_norm", ""))
         assert "nan" not in line.split()

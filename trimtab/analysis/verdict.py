@@ -11,7 +11,7 @@ from trimtab.analysis.measure import group_by, run_fails
 from trimtab.analysis.thresholds import LOGZ_DRIFT, NEAR_EPS
 
 Sign = Literal["logits", "logz", "spike", "eps", "none"]
-Effect = Literal["cures", "delays", "none"]
+Effect = Literal["prevents", "raises", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,5 +118,5 @@ def _effect(curve: Curve, base: Curve) -> Effect | None:
     if base.failing_lr is None or curve.size != base.size:
         return None
     if curve.failing_lr is None:
-        return "cures" if curve.lrs[-1] >= base.failing_lr else None
-    return "delays" if curve.failing_lr > base.failing_lr else "none"
+        return "prevents" if curve.lrs[-1] >= base.failing_lr else None
+    return "raises" if curve.failing_lr > base.failing_lr else "none"

@@ -62,9 +62,9 @@ def beyond(decades: float) -> str:
     return f"{decades:.1f} powers of ten beyond the largest size that was run"
 
 
-def between(low: float | None, high: float | None, say: Callable[[float], str] = number) -> str:
+def between(low: float | None, high: float | None, text: Callable[[float], str] = number) -> str:
     """`1.2–3.4`, or an empty text if both ends are unknown."""
-    known = [None if end is None or not math.isfinite(end) else say(end) for end in (low, high)]
+    known = [None if end is None or not math.isfinite(end) else text(end) for end in (low, high)]
     if known[0] is None:
         return "" if known[1] is None else f"at most {known[1]}"
     return f"at least {known[0]}" if known[1] is None else f"{known[0]}–{known[1]}"

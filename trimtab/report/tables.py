@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.analysis.findings import Fit, Forecast, Result, Signal, Slope
+from trimtab.analysis.measure import group_by
 from trimtab.report.layout import View
 from trimtab.report.numbers import UNKNOWN, between, capital, count, duration, join_rates, link, loss, number, plural
 from trimtab.report.sentences import forecast_words, range_words, status_words
@@ -42,7 +43,7 @@ class Table:
     sortable: bool = False
 
 
-def glance(view: View) -> list[Table]:
+def arms(view: View) -> list[Table]:
     """One row per arm, at the largest size it was trained at."""
     rows = []
     for panel in view.panels:
@@ -88,11 +89,9 @@ def forecasts(view: View, signal: Signal) -> list[Table]:
 
 def stable(view: View, signal: Signal) -> list[str]:
     """The learning rates without a forecast failure, by arm."""
-    rates: dict[str, list[float]] = {}
-    for x in view.findings.forecasts:
-        if x.signal == signal and x.fails_at is None:
-            rates.setdefault(view.title((x.study, x.arm)), []).append(x.lr)
-    return [f"{arm}: learning rate {join_rates(lrs)}" for arm, lrs in rates.items()]
+    found = [x for x in view.findings.forecasts if x.signal == signal and x.fails_at is None]
+    by_arm = group_by(found, lambda x: view.title((x.study, x.arm)))
+    return [f"{arm}: learning rate {join_rates([x.lr for x in those])}" for arm, those in by_arm.items()]
 
 
 def backtests(view: View, signal: Signal) -> list[Table]:

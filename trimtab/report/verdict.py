@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from trimtab.analysis.findings import Curve, Findings, Status
+from trimtab.analysis.measure import group_by
 from trimtab.analysis.thresholds import NEAR_EPS
 from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, judge
 from trimtab.report.numbers import beyond, capital, count, factor, join, number, params, plural
@@ -119,13 +120,13 @@ def _values(one: Curve, other: Curve) -> str:
 
 
 def _effects(study: StudyVerdict) -> Iterator[str]:
-    by_effect = {effect: [arm for arm in study.arms if arm.effect == effect] for effect in ("cures", "delays", "none")}
-    if cures := by_effect["cures"]:
-        yield f"With {join([arm.arm for arm in cures])} no learning rate diverges at {_size(study.arms[0].largest)}."
-    for arm in by_effect["delays"]:
+    by_effect = group_by(study.arms, lambda arm: arm.effect)
+    if prevents := by_effect.get("prevents"):
+        yield f"With {join([arm.arm for arm in prevents])} no learning rate diverges at {_size(study.arms[0].largest)}."
+    for arm in by_effect.get("raises", []):
         rates = f"from {number(study.arms[0].largest.failing_lr)} to {number(arm.largest.failing_lr)}"
         yield f"{arm.arm} raises the lowest diverging learning rate {rates} at {_size(arm.largest)}."
-    if same := by_effect["none"]:
+    if same := by_effect.get("none"):
         yield f"{join([arm.arm for arm in same])} does not raise the lowest diverging learning rate."
 
 
