@@ -46,7 +46,7 @@ def test_arms_are_compared_at_the_largest_size_with_a_range(law: Findings) -> No
 
 def test_cause_effect_forecast_and_back_test_are_in_the_verdict(law: Findings) -> None:
     assert has(law, "signal in the 8 diverging runs of plain", "attention logits above the critical value in 8 runs")
-    assert has(law, "With steadied no learning rate diverges at 147k parameters.")
+    assert has(law, "With steadied no learning rate that was run diverges at 147k parameters.")
     assert has(law, "Forecast for plain: learning rate 0.03 diverges above 1M parameters (", "times the largest size")
     assert has(law, "off by a factor of 1.0", "at most")
     assert has(law, "The critical attention logit is")

@@ -22,6 +22,7 @@ from trimtab.analysis.thresholds import FEWEST_SIZES, HORIZON, NEAR_EPS
 Outcome = Literal["fails", "fine", "uncertain"]
 Reason = Literal["failed", "no logits", "few sizes", "outside grid", "too far", "above", "below", "near"]
 Range = tuple[float, float, float]  # value, low, high
+Failed = tuple[float, int]  # the learning rate and the size (params) that failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Rate:
     lr: float
     outcome: Outcome
     reason: Reason
-    failed: tuple[float, int] | None = None  # the learning rate and the size (params) that failed
+    failed: Failed | None = None
     logit: float = math.nan
     logit_low: float = math.nan
     logit_high: float = math.nan
@@ -129,9 +130,7 @@ class _Recipe:
             near_eps=gradient < NEAR_EPS * eps,
         )
 
-    def judge(
-        self, lr: float, decades: float, logit: Range | Reason
-    ) -> tuple[Outcome, Reason, tuple[float, int] | None]:
+    def judge(self, lr: float, decades: float, logit: Range | Reason) -> tuple[Outcome, Reason, Failed | None]:
         failed = first_failure(self.findings.curves, self.study, self.arm, lr)
         if failed is not None and failed.params is not None and failed.params <= self.params:
             return "fails", "failed", (failed.failing_lr or lr, failed.params)

@@ -122,12 +122,14 @@ def _values(one: Curve, other: Curve) -> str:
 def _effects(study: StudyVerdict) -> Iterator[str]:
     by_effect = group_by(study.arms, lambda arm: arm.effect)
     if prevents := by_effect.get("prevents"):
-        yield f"With {join([arm.arm for arm in prevents])} no learning rate diverges at {_size(study.arms[0].largest)}."
+        size = _size(study.arms[0].largest)
+        yield f"With {join([arm.arm for arm in prevents])} no learning rate that was run diverges at {size}."
     for arm in by_effect.get("raises", []):
         rates = f"from {number(study.arms[0].largest.failing_lr)} to {number(arm.largest.failing_lr)}"
         yield f"{arm.arm} raises the lowest diverging learning rate {rates} at {_size(arm.largest)}."
     if same := by_effect.get("none"):
-        yield f"{join([arm.arm for arm in same])} does not raise the lowest diverging learning rate."
+        do = "does" if len(same) == 1 else "do"
+        yield f"{join([arm.arm for arm in same])} {do} not raise the lowest diverging learning rate."
 
 
 def _forecasts(findings: Findings, study: StudyVerdict) -> Iterator[str]:
