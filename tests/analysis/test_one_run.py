@@ -56,7 +56,7 @@ def test_the_binomial_tail_is_the_sum_of_its_terms(hits, tries, rate):
     assert binomial_tail(hits, tries, rate) == pytest.approx(math.fsum(terms), rel=1e-12)
 
 
-def test_the_binomial_tail_knows_its_ends():
+def test_the_binomial_tail_at_its_ends():
     assert binomial_tail(0, 5, 0.1) == 1
     assert binomial_tail(0, 0, math.nan) == 1
     assert binomial_tail(6, 5, 0.1) == 0
@@ -148,7 +148,7 @@ def test_losses_that_are_all_alike_do_not_deviate():
     assert not deviates([], RULES).any()
 
 
-def test_a_loss_that_is_not_finite_is_a_spike_and_does_not_blind_the_rule():
+def test_a_loss_that_is_not_finite_is_a_spike_and_later_spikes_are_found():
     losses = noise(200)
     losses[[50, 51]] = np.nan, np.inf
     losses[[150, 152]] = 4.0
@@ -225,7 +225,7 @@ def spiky(tmp_path):
     return write_run(tmp_path / "run", losses, {"conv1": conv1, "mlp": mlp, "quiet": np.ones(1000)}, var_l1=losses)
 
 
-def test_the_lead_time_table_counts_spikes_announcements_and_false_alarms(spiky):
+def test_the_lead_time_table_counts_spikes_predictions_and_false_alarms(spiky):
     rules = SpikeRules(ignore=100)
     rows = {row.name: row for row in lead_times(read_run(spiky), rules)}
     assert list(rows) == [ANY, "conv1", "mlp"]

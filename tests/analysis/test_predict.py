@@ -180,16 +180,17 @@ def test_what_lies_beyond_the_horizon_is_not_claimed(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, grid(lrs=(1e-4, 0.1, 0.3), seeds=(0,)))])
     forecast = forecast_of(findings, 1e-4)
     assert (forecast.fails_at, forecast.high) == (None, None)
-    assert "not within 4 powers of ten" in forecast_words(forecast)
+    assert "does not reach" in forecast_words(forecast)
+    assert "within 4 powers of ten" in forecast_words(forecast)
 
 
 def test_a_crossing_is_where_the_fit_reaches_the_level(law: Findings) -> None:
     fit = fit_of(law, 0.03)
-    at = crossing(lambda n: fit.predict(n)[0] / 1000.0, fit)
+    at = crossing(fit, 1000.0)
     assert at is not None
     assert fit.predict(at)[0] == pytest.approx(1000.0, rel=1e-6)
-    assert crossing(lambda n: 0.5, fit) is None
-    assert crossing(lambda n: 2.0, fit) == fit.params[-1]
+    assert crossing(fit, 1e30) is None
+    assert crossing(fit, 1e-3) == fit.params[-1]
 
 
 # --- Gradients and eps

@@ -47,7 +47,7 @@ def test_a_result_has_the_numbers_of_its_files(tmp_path: Path) -> None:
     assert not result.bounded
 
 
-def test_the_snapshot_is_a_mean_over_early_looks_and_not_the_end(tmp_path: Path) -> None:
+def test_the_snapshot_is_the_mean_of_early_records(tmp_path: Path) -> None:
     config = replace(SMALL.cells()[1].config, steps=200)
     folder = write_run(tmp_path / "run", config, logit=8.0)
     lines = [json.loads(line) for line in (folder / "signals.jsonl").read_text().splitlines()]
@@ -59,7 +59,7 @@ def test_the_snapshot_is_a_mean_over_early_looks_and_not_the_end(tmp_path: Path)
     assert result.logits[-1] == (200, 1e6)
 
 
-def test_a_run_that_stopped_before_the_snapshot_has_its_last_look_taken(tmp_path: Path) -> None:
+def test_a_run_that_stopped_before_the_snapshot_uses_its_last_record(tmp_path: Path) -> None:
     config = replace(SMALL.cells()[1].config, steps=1000)
     folder = write_run(tmp_path / "run", config, logit=300.0, why="not finite")
     lines = (folder / "signals.jsonl").read_text().splitlines(keepends=True)
@@ -70,7 +70,7 @@ def test_a_run_that_stopped_before_the_snapshot_has_its_last_look_taken(tmp_path
 
 
 @pytest.mark.parametrize("why", ["diverged", "not finite"])
-def test_a_hopeless_run_has_no_final_loss(tmp_path: Path, why: str) -> None:
+def test_a_run_that_was_stopped_has_no_final_loss(tmp_path: Path, why: str) -> None:
     result = damaged(tmp_path, lambda _: None, why=why)
     assert (result.status, result.why, result.loss, result.score) == ("stopped", why, math.inf, result.first)
 
@@ -176,7 +176,7 @@ def test_broken_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     assert Note(kind="broken lines", count=1, of=2) in read([tmp_path]).notes
 
 
-def test_evaluations_that_a_resume_took_back_do_not_count(tmp_path: Path) -> None:
+def test_evaluations_that_a_resume_discarded_do_not_count(tmp_path: Path) -> None:
     def damage(folder: Path) -> None:
         events = [{"event": "evaluated", "step": step, "loss": loss} for step, loss in ((0, 5.0), (50, 3.0), (75, 9.0))]
         events += [{"event": "resumed", "step": 50}, {"event": "evaluated", "step": 60, "loss": 2.5}]
@@ -243,7 +243,7 @@ def test_a_folder_above_a_study_and_a_study_given_twice_are_read_once(tmp_path: 
     assert read([tmp_path]).studies[0].name == "planted"
 
 
-def test_two_studies_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_studies_of_the_same_name_are_distinguished(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_study(tmp_path / name, SMALL)
     findings = read([tmp_path / "a", tmp_path / "b"])

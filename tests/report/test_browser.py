@@ -94,7 +94,7 @@ def test_every_chart_is_drawn(visit: Visit) -> None:
         assert chart.bounding_box()["height"] > 200
 
 
-def test_nothing_is_requested_but_the_page_and_nothing_is_complained_of(visit: Visit) -> None:
+def test_only_the_page_is_requested_and_the_console_is_empty(visit: Visit) -> None:
     assert visit.requests == [visit.url]
     assert visit.console == []
 
@@ -123,7 +123,7 @@ def test_a_button_of_the_legend_hides_a_line_and_shows_it_again(visit: Visit) ->
     visit.wait(f"document.querySelectorAll('#learning-rates-0 .trace').length === {before}")
 
 
-def test_a_box_chooses_the_runs_that_are_drawn(visit: Visit) -> None:
+def test_a_select_box_filters_the_runs_that_are_drawn(visit: Visit) -> None:
     lines = "#training-0 .scatterlayer .trace"
     largest = visit.count(lines)
     visit.page.select_option("#training select[name=size]", "")
@@ -143,7 +143,7 @@ def test_a_heading_sorts_the_table_both_ways(visit: Visit) -> None:
     assert len(values) == 18
 
 
-def test_a_dark_evening_changes_page_and_charts(visit: Visit) -> None:
+def test_dark_mode_changes_the_colours_of_page_and_charts(visit: Visit) -> None:
     colours = """() => ["body", "#learning-rates-0 .scatterlayer path.js-line", "#learning-rates-0 .xtick text"].map(
         (selector) => Object.values((({backgroundColor, stroke, fill}) => ({backgroundColor, stroke, fill}))(
             getComputedStyle(document.querySelector(selector)))).join())"""
@@ -156,7 +156,7 @@ def test_a_dark_evening_changes_page_and_charts(visit: Visit) -> None:
     visit.wait(f"({colours})()[1] === {light[1]!r}")
 
 
-def test_text_and_lines_stand_out_from_their_ground_by_day_and_by_night(visit: Visit) -> None:
+def test_text_and_lines_have_enough_contrast_in_both_colour_schemes(visit: Visit) -> None:
     for scheme in ("dark", "light"):
         visit.page.emulate_media(color_scheme=scheme)
         needed = dict.fromkeys(("--ink", "--muted", "--accent", "--fail", "--good"), 4.5)
@@ -195,7 +195,7 @@ def test_a_phone_never_scrolls_sideways(visit: Visit) -> None:
     visit.wait("document.querySelector('#sensitivity-0 .main-svg').getBoundingClientRect().width > 700")
 
 
-def test_paper_gets_every_fold_and_the_screen_its_page_back(visit: Visit, tmp_path: Path) -> None:
+def test_printing_opens_all_details_and_closes_them_again(visit: Visit, tmp_path: Path) -> None:
     folded = "document.querySelectorAll('details:not([open])').length"
     before = visit.page.evaluate(folded)
     assert before > 0

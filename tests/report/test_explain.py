@@ -79,7 +79,7 @@ def test_a_loss_spike_is_traced_to_the_tensor_that_spiked_first(folder):
     assert "StableAdamW" in found.advice
 
 
-def test_a_loss_spike_that_nothing_announced_is_not_blamed_on_a_tensor(folder):
+def test_a_loss_spike_without_an_rms_spike_names_no_tensor(folder):
     folder.losses[[299, 300]] = 5.0
     folder.rms["first.weight"][150] = 9.0
     found = folder.only("loss spike")
@@ -159,7 +159,7 @@ def test_gradients_near_eps_are_found_but_not_those_of_tensors_without_any(folde
     assert "1e-15" in found.advice
 
 
-def test_without_eps_in_the_config_nothing_is_said_of_it(folder):
+def test_without_eps_in_the_config_there_is_no_finding_about_it(folder):
     folder.grads["second.weight"][:] = 1e-12
     folder.config = {}
     assert not folder.explain()
@@ -176,7 +176,7 @@ def test_a_nan_names_the_tensor_that_was_first_and_what_came_before(folder):
     assert "first.weight had RMS_t 7.00 at step 296, 3 steps before" in str(found)
 
 
-def test_an_alarm_about_a_value_that_is_not_finite_is_believed(folder):
+def test_an_alarm_about_a_value_that_is_not_finite_is_a_finding(folder):
     alarm = {
         "event": "alarm",
         "step": 50,
@@ -216,7 +216,7 @@ def test_output_logits_are_not_taken_for_those_of_attention(folder):
     assert not explain(folder.path)
 
 
-def test_the_gravest_comes_first_and_all_are_numbered(folder):
+def test_the_most_severe_comes_first_and_all_are_numbered(folder):
     folder.losses[299:] = np.nan
     folder.logz = np.linspace(0, 40, STEPS)
     found = folder.explain()

@@ -24,11 +24,13 @@ def has(findings: Findings, *parts: str) -> bool:
 
 def test_the_headline_has_the_outcome_of_every_arm(law: Findings) -> None:
     headline = verdict_words(law)[0]
-    assert headline.startswith("Plain diverges at learning rate 0.1 at 147k parameters (forecast: at 0.03 above 1M)")
+    assert headline.startswith(
+        "Plain diverges at learning rate 0.1 at 147k parameters (forecast: at learning rate 0.03 above 1M)"
+    )
     assert "steadied (qk-norm, z-loss=1e-4) is stable up to learning rate 0.3" in headline
 
 
-def test_a_rate_that_breaks_every_size_is_no_matter_of_size(tmp_path: Path) -> None:
+def test_a_learning_rate_that_diverges_at_every_size_is_reported_once(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1, 1.0), arms=ARMS[1:], seeds=(0,))
     broken = write_study(tmp_path, study, lambda cell: replace(planted(cell), loss=4.0 if cell.lr == 1 else 2.0))
     headline = verdict_words(read([broken]))[0]
@@ -43,14 +45,14 @@ def test_arms_are_compared_at_the_largest_size_with_a_range(law: Findings) -> No
 
 
 def test_cause_effect_forecast_and_back_test_are_in_the_verdict(law: Findings) -> None:
-    assert has(law, "First sign in the 8 diverging runs of plain", "attention logits above the critical value in 8")
-    assert has(law, "With steadied no learning rate diverges at 147k parameters.")
+    assert has(law, "signal in the 8 diverging runs of plain", "attention logits above the critical value in 8 runs")
+    assert has(law, "With steadied no learning rate that was run diverges at 147k parameters.")
     assert has(law, "Forecast for plain: learning rate 0.03 diverges above 1M parameters (", "times the largest size")
     assert has(law, "off by a factor of 1.0", "at most")
     assert has(law, "The critical attention logit is")
 
 
-def test_nothing_is_called_missing_in_a_whole_study(law: Findings) -> None:
+def test_a_complete_study_has_no_notes(law: Findings) -> None:
     assert law.notes == ()
     assert not has(law, "have no result")
 
@@ -58,8 +60,7 @@ def test_nothing_is_called_missing_in_a_whole_study(law: Findings) -> None:
 def test_one_seed_is_noted(tmp_path: Path) -> None:
     findings = read([write_study(tmp_path, grid(lrs=(0.01, 0.1), seeds=(0,)))])
     assert has(findings, "one seed, so random variation is unknown")
-    assert has(findings, "There is one seed only")
-    assert any("1 seed only" in note for note in notes_words(findings))
+    assert any("only 1 seed, so random" in note for note in notes_words(findings))
 
 
 def test_missing_cells_are_counted(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_sensitivity_over_fewer_learning_rates_is_not_set_against_one_over_all
     write_study(tmp_path, study, lambda cell: None if cell.lr == 0.1 and cell.arm == "steadied" else planted(cell))
     findings = read([tmp_path])
     assert has(findings, "as sensitive to the learning rate as steadied", "over the learning rates that both have")
-    assert not has(findings, "nats of loss on average")
+    assert not has(findings, "nats above the minimum")
     assert not has(findings, "steadied: sensitivity")
 
 
@@ -85,16 +86,16 @@ def test_different_windows_are_both_given(tmp_path: Path) -> None:
     lrs = (1e-4, 1e-3, 1e-2, 1.0)
     study = grid(sizes=("2x16",), lrs=lrs, seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda c: Numbers(loss=losses[c.arm][lrs.index(c.lr)]))])
-    assert has(findings, "over learning rates 0.0001–0.01, ", "over learning rates 0.001–1")
+    assert has(findings, "for plain (over learning rates 0.0001–0.01)", "for steadied (over learning rates 0.001–1)")
 
 
-def test_a_recipe_that_holds_is_said_to_hold_as_far_as_it_was_run(tmp_path: Path) -> None:
+def test_a_stable_recipe_is_called_stable_up_to_the_highest_learning_rate(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=ARMS[1:], seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda _: Numbers(loss=2.0))])
     assert verdict_words(findings)[0] == (
         "Steadied (qk-norm, z-loss=1e-4) is stable up to learning rate 0.1 at 147k parameters."
     )
-    assert not has(findings, "First sign")
+    assert not has(findings, "First abnormal signal")
     assert has(findings, "critical", "paper", "because no attention logits were logged here")
 
 
@@ -106,7 +107,7 @@ def test_a_recipe_that_learns_nothing_is_not_called_robust(tmp_path: Path) -> No
     assert any("the sensitivity is not meaningful" in note for note in notes_words(findings))
 
 
-def test_an_arm_that_does_not_help_is_said_not_to(tmp_path: Path) -> None:
+def test_an_arm_without_an_effect_is_reported(tmp_path: Path) -> None:
     study = grid(lrs=(0.01, 0.1), arms=(Arm("plain"), Arm("z-loss", ("z-loss=1e-4",))), seeds=(0,))
     findings = read([write_study(tmp_path, study, lambda cell: Numbers(loss=2.0 if cell.lr < 0.1 else 4.0))])
     assert has(findings, "z-loss does not raise the lowest diverging learning rate.")
@@ -119,7 +120,7 @@ def test_other_causes_are_named(tmp_path: Path) -> None:
         return Numbers(loss=4.0, grad_rms=1e-8, spikes=(200,))
 
     study = grid(sizes=("2x16",), lrs=(0.01, 0.1), arms=ARMS[:1], seeds=(0,), steps=400)
-    assert has(read([write_study(tmp_path, study, numbers)]), "First sign", "a loss spike in 1")
+    assert has(read([write_study(tmp_path, study, numbers)]), "First abnormal signal", "a loss spike in 1 run.")
 
 
 def test_gradients_near_eps_are_forecast_for_rates_that_do_not_fail(tmp_path: Path) -> None:
@@ -128,11 +129,11 @@ def test_gradients_near_eps_are_forecast_for_rates_that_do_not_fail(tmp_path: Pa
         return Numbers(grad_rms=rms, loss=2.0 if cell.lr < 0.1 or cell.arm != "plain" else 4.0)
 
     findings = read([write_study(tmp_path, grid(lrs=(0.01, 0.1), seeds=(0,)), numbers)])
-    assert has(findings, "Forecast for plain: at learning rate 0.01 gradients", "above 400M parameters")
-    assert has(findings, "Forecast for steadied: at learning rate 0.1 gradients", "above 40M parameters")
+    assert has(findings, "Forecast for plain: at learning rate 0.01 the gradient RMS", "above 400M parameters")
+    assert has(findings, "Forecast for steadied: at learning rate 0.1 the gradient RMS", "above 40M parameters")
 
 
-def test_several_studies_are_told_apart(tmp_path: Path) -> None:
+def test_several_studies_are_distinguished_by_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_study(tmp_path / name, grid(sizes=("2x16",), lrs=(0.01, 0.1), seeds=(0,), name=name))
     findings = read([tmp_path / "one", tmp_path / "two"])
@@ -150,7 +151,7 @@ def test_no_finished_run_quotes_the_first_failure(tmp_path: Path) -> None:
     assert has(findings, "ImportError: no module named mine")
 
 
-def test_no_sentence_has_marks_or_holes(law: Findings) -> None:
+def test_no_sentence_has_markup_or_missing_values(law: Findings) -> None:
     for line in (*verdict_words(law), *notes_words(law)):
         assert not set("*`_#<>|") & set(line.replace("qk_norm", ""))
         assert "nan" not in line.split()
@@ -175,7 +176,7 @@ EVERY_NOTE = [
     ),
     (Note(kind="missing rates", where="a", count=2, of=4, items=("0.1", "1")), "2 of 4 learning rates; no run has"),
     (Note(kind="one rate", where="a", count=1), "needs two learning rates, there is 1"),
-    (Note(kind="few seeds", count=1, of=2), "for some cells there is 1 seed only"),
+    (Note(kind="few seeds", count=1, of=2), "for some cells there is only 1 seed"),
     (Note(kind="no logits", where="a"), "no attention logits were logged"),
     (Note(kind="no params", items=("a", "b")), "in no fit: a and b"),
 ]

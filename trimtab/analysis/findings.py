@@ -17,6 +17,7 @@ from typing import Any, Literal
 from trimtab.runs import End
 
 Signal = Literal["logit_max", "grad_rms"]
+ForecastOutcome = Literal["seen", "few sizes", "not within horizon", "at largest size", "ahead"]
 Points = tuple[tuple[int, float], ...]  # (step, value)
 
 
@@ -38,11 +39,11 @@ class Result:
     folder: Path
     name: str
     study: str
-    size: str  # "2x32": depth x width
+    size: str = "?"  # "2x32": depth x width
     arm: str
-    lr: float
-    seed: int
-    status: Status
+    lr: float = math.nan
+    seed: int = 0
+    status: Status = Status.MISSING
     why: str = ""  # the reason for its end, or the error that makes it unusable
     kind: str = ""  # "gpt", "clip", ...
     params: int | None = None
@@ -84,10 +85,8 @@ class Result:
 
     @property
     def score(self) -> float:
-        """The loss that enters the sensitivity: at most l0, and l0 for a run without a finite final loss."""
-        if not self.finished or math.isnan(self.loss):
-            return math.nan
-        return min(self.loss, self.first) if math.isfinite(self.loss) else self.first
+        """The loss that enters the sensitivity; NaN if it is unknown."""
+        return score(self.loss, self.first) if self.finished and not math.isnan(self.loss) else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ class Source:
 class Note:
     """Something that is missing, mixed or insufficient."""
 
-    kind: str  # notes.KINDS
+    kind: str  # a key of report.sentences.NOTES
     where: str = ""  # folder, study, or arm and size
     count: int = 0
     of: int = 0
@@ -248,7 +247,7 @@ class Forecast:
     high: float | None = None  # latest; None with a fails_at: perhaps never
     seen: bool = False  # a run of this arm and learning rate has failed, at `fails_at`
     decades: float = 0.0  # from the largest size that was run to `fails_at`
-    outcome: Literal["seen", "few sizes", "not within horizon", "at largest size", "ahead"]
+    outcome: ForecastOutcome = "few sizes"
     level: float  # of the signal, at which a run fails
     value: float  # of the signal, at the largest size
     sizes: tuple[int, ...]  # params
@@ -272,14 +271,13 @@ class Findings:
 def read(folders: Sequence[str | Path]) -> Findings:
     """Read studies, folders of runs and single runs. Raises RunError only if there is no run at all."""
     # These modules use the classes above, so they cannot be imported first.
-    from trimtab.analysis import fits as fitting
-    from trimtab.analysis import folders as places
     from trimtab.analysis import forecasts, measure
-    from trimtab.analysis import notes as noting
+    from trimtab.analysis.fits import fits_of
+    from trimtab.analysis.folders import read_folders
+    from trimtab.analysis.notes import notes_of
 
-    sources, results, notes = places.read_folders([Path(folder) for folder in folders])
-    curves = measure.curves_of(results)
-    fits = fitting.fits_of(results)
+    sources, results, notes = read_folders([Path(folder) for folder in folders])
+    curves, fits = measure.curves_of(results), fits_of(results)
     critical = forecasts.critical_of(results, curves)
     return Findings(
         studies=tuple(sources),
@@ -290,11 +288,17 @@ def read(folders: Sequence[str | Path]) -> Findings:
         fits=tuple(fits),
         critical=critical,
         forecasts=tuple(forecasts.forecasts_of(fits, curves, results, critical)),
-        notes=(*notes, *noting.notes_of(results, curves)),
+        notes=(*notes, *notes_of(results, curves)),
     )
 
 
+def score(loss: float, first: float) -> float:
+    """The final loss, at most l0, the loss before training; l0 if it is not finite."""
+    return min(loss, first) if math.isfinite(loss) else first
+
+
 def evaluate(coefficients: Sequence[float], x: float) -> float:
+    """The value of a polynomial; coefficients with the highest power first."""
     value = 0.0
     for coefficient in coefficients:
         value = value * x + coefficient

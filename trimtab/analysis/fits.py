@@ -9,7 +9,7 @@ fit parabolas to many more sizes; a parabola through three points has no residua
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -86,20 +86,27 @@ def _backtest(sizes: Sequence[int], values: Sequence[float]) -> Backtest | None:
     return Backtest(params=sizes[-1], predicted=predicted, measured=values[-1])
 
 
-def crossing(above: Callable[[float], float], fit: Fit) -> float | None:
-    """The smallest size, from the largest that was run to HORIZON beyond, at which `above` reaches 1."""
+def crossing(fit: Fit, level: float, part: int = 0) -> float | None:
+    """The smallest size, from the largest that was run to HORIZON beyond, at which a part of `fit.predict` reaches it.
+
+    Logits grow to the level, gradients fall to it.
+    """
+
+    def reached(x: float) -> bool:
+        value = fit.predict(10**x)[part]
+        return value >= level if fit.signal == "logit_max" else value <= level
+
     start = math.log10(fit.params[-1])
     grid = np.linspace(start, start + HORIZON, 201)
-    over = [above(10**x) >= 1 for x in grid]
-    if not any(over):
+    place = next((i for i, x in enumerate(grid) if reached(x)), None)
+    if place is None:
         return None
-    place = over.index(True)
     if place == 0:
         return float(fit.params[-1])
     low, high = float(grid[place - 1]), float(grid[place])
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if above(10**middle) >= 1 else (middle, high)
+        low, high = (low, middle) if reached(middle) else (middle, high)
     return float(10**high)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.analysis.findings import Note, Result, Source, Status
-from trimtab.analysis.results import Place, read_result
+from trimtab.analysis.results import read_result
 from trimtab.runs import Failure, Lines, RunError, RunFolder, read_json
 from trimtab.runs.folder import CELLS, CONFIG, FAILURES, STUDY, is_run
 
@@ -25,31 +25,24 @@ _NOT_AN_ARM = (
 
 def read_folders(folders: Sequence[Path]) -> tuple[list[Source], list[Result], list[Note]]:
     """Everything at or below these folders: studies, results in the order of the studies, and notes."""
-    sources, results, notes = list[Source](), list[Result](), list[Note]()
+    sources, results, notes, names = list[Source](), list[Result](), list[Note](), set[str]()
     for folder in {folder.resolve(): folder for folder in folders}.values():
         found = list(_find(folder))
         if not found:
             notes.append(Note(kind="no runs" if folder.is_dir() else "not a folder", where=str(folder)))
-        loose = [path for path in found if not (path / STUDY).exists()]
-        taken = {source.name for source in sources}
-        reads = []
-        for path in found:
-            if path not in loose:
-                reads.append(_read_study(path, taken))
-                taken.add(reads[-1][0].name)
-        if loose:
-            reads.append(_read_loose(folder, loose, taken))
-        for source, cells, said in reads:
+        studies = [path for path in found if (path / STUDY).exists()]
+        reads = [_read_study(path, names) for path in studies]
+        if loose := [path for path in found if path not in studies]:
+            reads.append(_read_loose(folder, loose, names))
+        for source, cells, remarks in reads:
             sources.append(replace(source, cells=len(cells), finished=sum(result.finished for result in cells)))
             results += cells
-            notes += said
+            notes += remarks
     if not sources:
-        problems = [f"{note.where} {'is not a folder' if note.kind == 'not a folder' else _EMPTY}" for note in notes]
+        empty = f"holds no study and no run: there is no {STUDY} and no {CONFIG} in it"
+        problems = [f"{note.where} {'is not a folder' if note.kind == 'not a folder' else empty}" for note in notes]
         raise RunError("; ".join(problems) or "no folder was given; try the folder that `trimtab lab` wrote to")
     return sources, results, notes
-
-
-_EMPTY = f"holds no study and no run: there is no {STUDY} and no {CONFIG} in it"
 
 
 def _find(folder: Path) -> Iterator[Path]:
@@ -64,14 +57,14 @@ def _find(folder: Path) -> Iterator[Path]:
 # --- Studies
 
 
-def _read_study(folder: Path, taken: set[str]) -> Read:
+def _read_study(folder: Path, names: set[str]) -> Read:
     data = read_json(folder / STUDY)
     cells = data.get("cells") if data is not None else None
     if data is None or not isinstance(cells, list):
         inside = [path for child in sorted(folder.iterdir()) if child.is_dir() for path in _find(child)]
-        source, results, notes = _read_loose(folder, inside, taken)
+        source, results, notes = _read_loose(folder, inside, names)
         return source, results, [Note(kind="bad study", where=str(folder / STUDY)), *notes]
-    name = _free(str(data.get("name") or folder.name), taken, folder)
+    name = _unique(str(data.get("name") or folder.name), folder, names)
     question, subject = (str(data.get(key) or "") for key in ("question", "subject"))
     source = Source(name=name, folder=folder, question=question, subject=subject, data=data)
     try:
@@ -79,34 +72,30 @@ def _read_study(folder: Path, taken: set[str]) -> Read:
     except OSError:
         lines = []
     failures = {failure.cell: failure for failure in lines}  # the last of each cell
-    places = [place for cell in cells if (place := _place(cell, folder, name)) is not None]
-    results = [_read_cell(place, failures.get(place.name)) for place in places]
-    bad = len(cells) - len(places)
+    planned = [result for cell in cells if (result := _planned(cell, folder, name)) is not None]
+    results = [_read_cell(result, failures.get(result.name)) for result in planned]
+    bad = len(cells) - len(planned)
     return source, _fill_params(results), [Note(kind="bad cells", where=str(folder / STUDY), count=bad)] * bool(bad)
 
 
-def _place(cell: Any, folder: Path, study: str) -> Place | None:
+def _planned(cell: Any, folder: Path, study: str) -> Result | None:
     try:
-        path = folder / str(cell.get("folder") or Path(CELLS) / cell["name"])
-        name, lr, seed = str(cell["name"]), float(cell["lr"]), int(cell["seed"])
+        name, size, arm = str(cell["name"]), str(cell.get("size") or "?"), str(cell.get("arm", ""))
+        path, lr, seed = folder / str(cell.get("folder") or Path(CELLS) / name), float(cell["lr"]), int(cell["seed"])
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return Place(path, name, study, size=str(cell.get("size", "")), arm=str(cell.get("arm", "")), lr=lr, seed=seed)
+    return Result(folder=path, name=name, study=study, size=size, arm=arm, lr=lr, seed=seed)
 
 
-def _read_cell(place: Place, failure: Failure | None) -> Result:
-    result = read_result(place)
-    if failure is None or result.finished or _went_on(place.folder, failure.time):
+def _read_cell(planned: Result, failure: Failure | None) -> Result:
+    result = read_result(planned)
+    if failure is None or result.finished:
         return result
-    return replace(result, status=Status.FAILED, why=failure.error[:500])
-
-
-def _went_on(folder: Path, failed: float) -> bool:
-    """Whether the cell was started again after the failure, and is running."""
     try:
-        return RunFolder(folder).log.stat().st_mtime > failed + 1
+        restarted = RunFolder(result.folder).log.stat().st_mtime > failure.time + 1
     except OSError:
-        return False
+        restarted = False
+    return result if restarted else replace(result, status=Status.FAILED, why=failure.error[:500])
 
 
 def _fill_params(results: list[Result]) -> list[Result]:
@@ -123,12 +112,12 @@ def _fill_params(results: list[Result]) -> list[Result]:
 # --- Runs without a study
 
 
-def _read_loose(folder: Path, paths: Sequence[Path], taken: set[str]) -> Read:
-    name = _free(folder.resolve().name or str(folder), taken, folder)
-    arms = _name_arms(paths)
-    labels = {path: str(path.relative_to(folder)) if path != folder else name for path in paths}
-    results = [read_result(Place(path, labels[path], name, arm=arms[path])) for path in paths]
-    return Source(name=name, folder=folder), results, []
+def _read_loose(folder: Path, paths: Sequence[Path], names: set[str]) -> Read:
+    study, results = _unique(folder.resolve().name or str(folder), folder, names), []
+    for path, arm in _name_arms(paths).items():
+        name = str(path.relative_to(folder)) if path != folder else study
+        results.append(read_result(Result(folder=path, name=name, study=study, arm=arm)))
+    return Source(name=study, folder=folder), results, []
 
 
 def _name_arms(paths: Sequence[Path]) -> dict[Path, str]:
@@ -143,6 +132,8 @@ def _name_arms(paths: Sequence[Path]) -> dict[Path, str]:
     return {path: name or "runs" for path, name in names.items()}
 
 
-def _free(name: str, taken: set[str], folder: Path) -> str:
+def _unique(name: str, folder: Path, names: set[str]) -> str:
     """Studies of the same name are distinguished by their folders."""
-    return name if name not in taken else f"{name} ({folder})"
+    name = name if name not in names else f"{name} ({folder})"
+    names.add(name)
+    return name

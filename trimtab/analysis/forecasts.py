@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from trimtab.analysis.findings import Critical, Curve, Fit, Forecast, Result
+from trimtab.analysis.findings import Critical, Curve, Fit, Forecast, ForecastOutcome, Result
 from trimtab.analysis.fits import crossing
 from trimtab.analysis.measure import run_fails
 from trimtab.analysis.thresholds import CRITICAL_LOGIT, FEWEST_SIZES, NEAR_EPS
@@ -75,11 +75,15 @@ def forecasts_of(
     found = []
     for fit in fits:
         if fit.signal == "logit_max":
-            curve = first_failure(curves, fit.study, fit.arm, fit.lr)
-            at = float(curve.params) if curve is not None and curve.params is not None else None
-            found.append(_logit_forecast(fit, critical) if at is None else _seen(fit, critical.value, at))
+            level = critical.value
+            failed = first_failure(curves, fit.study, fit.arm, fit.lr)
+            # One uncertainty at a time: that of the fit, then that of the critical value.
+            early = [crossing(fit, level, 2), crossing(fit, critical.low)]
+            late = [crossing(fit, level, 1), crossing(fit, critical.high)]
+            found.append(_forecast(fit, level, early, late, failed))
         elif (fit.study, fit.arm) in eps:
-            found.append(_eps_forecast(fit, NEAR_EPS * eps[fit.study, fit.arm]))
+            level = NEAR_EPS * eps[fit.study, fit.arm]
+            found.append(_forecast(fit, level, [crossing(fit, level, 1)], [crossing(fit, level, 2)], None))
     return found
 
 
@@ -90,46 +94,24 @@ def first_failure(curves: Sequence[Curve], study: str, arm: str, lr: float) -> C
     return min(failed, key=lambda curve: curve.params or 0, default=None)
 
 
-def _blank(fit: Fit, level: float) -> Forecast:
-    names = {"study": fit.study, "arm": fit.arm, "signal": fit.signal, "sizes": fit.params}
-    return Forecast(**names, lr=fit.lr, level=level, value=fit.values[-1], outcome="few sizes")  # type: ignore[arg-type]
-
-
-def _seen(fit: Fit, level: float, at: float) -> Forecast:
-    decades = max(math.log10(at / fit.params[-1]), 0.0)
-    return replace(_blank(fit, level), fails_at=at, low=at, high=at, seen=True, decades=decades, outcome="seen")
-
-
-def _logit_forecast(fit: Fit, critical: Critical) -> Forecast:
-    """The range covers one uncertainty at a time: that of the fit, then that of the critical value."""
-    level = critical.value
-    at = crossing(lambda n: fit.predict(n)[0] / level, fit)
-    earliest = [
-        crossing(lambda n: fit.predict(n)[2] / level, fit),
-        crossing(lambda n: fit.predict(n)[0] / critical.low, fit),
-    ]
-    latest = [
-        crossing(lambda n: fit.predict(n)[1] / level, fit),
-        crossing(lambda n: fit.predict(n)[0] / critical.high, fit),
-    ]
-    return _between(fit, level, at, earliest, latest)
-
-
-def _eps_forecast(fit: Fit, level: float) -> Forecast:
-    at, early, late = (crossing(lambda n, i=i: level / fit.predict(n)[i], fit) for i in range(3))  # type: ignore[misc]
-    return _between(fit, level, at, [early], [late])
-
-
-def _between(
-    fit: Fit, level: float, at: float | None, earliest: Sequence[float | None], latest: Sequence[float | None]
+def _forecast(
+    fit: Fit, level: float, early: Sequence[float | None], late: Sequence[float | None], failed: Curve | None
 ) -> Forecast:
-    forecast = _blank(fit, level)
+    """`early` and `late` are the sizes at the ends of the range, None beyond the horizon."""
+    forecast = Forecast(
+        study=fit.study, arm=fit.arm, lr=fit.lr, signal=fit.signal, level=level, value=fit.values[-1], sizes=fit.params
+    )
+    if failed is not None:
+        at = float(failed.params or 0)
+        decades = max(math.log10(at / fit.params[-1]), 0.0)
+        return replace(forecast, fails_at=at, low=at, high=at, seen=True, decades=decades, outcome="seen")
     if len(fit.params) < FEWEST_SIZES:
         return forecast
-    low = min((x for x in (*earliest, at) if x is not None), default=None)
-    if at is None:
+    crossed = crossing(fit, level)
+    low = min((x for x in (*early, crossed) if x is not None), default=None)
+    if crossed is None:
         return replace(forecast, low=low, outcome="not within horizon")
-    high = max(at, *(x for x in latest if x is not None)) if None not in latest else None
-    decades = max(math.log10(at / fit.params[-1]), 0.0)
-    outcome = "at largest size" if at <= fit.params[-1] else "ahead"
-    return replace(forecast, fails_at=at, low=low, high=high, decades=decades, outcome=outcome)  # type: ignore[arg-type]
+    high = max(crossed, *(x for x in late if x is not None)) if None not in late else None
+    decades = max(math.log10(crossed / fit.params[-1]), 0.0)
+    outcome: ForecastOutcome = "at largest size" if crossed <= fit.params[-1] else "ahead"
+    return replace(forecast, fails_at=crossed, low=low, high=high, decades=decades, outcome=outcome)

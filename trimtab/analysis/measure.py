@@ -21,18 +21,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from trimtab.analysis.findings import Comparison, Curve, Result, Slope
+from trimtab.analysis.findings import Comparison, Curve, Result, Slope, score
 from trimtab.analysis.thresholds import FAILS
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 DECADES = 3.0
 _ROUNDING = 0.02  # decades: 3e-4 ... 0.3 is a window of three even where it was written as 0.00031
-
-
-def score(loss: float, first: float) -> float:
-    """The loss, at most l0; NaN and infinity are l0."""
-    return min(loss, first) if math.isfinite(loss) else first
 
 
 def sensitivity(losses: Sequence[float], first: float) -> float:
@@ -54,8 +49,8 @@ def best_window(lrs: Sequence[float], losses: Sequence[float], first: float) -> 
     return min(found, key=lambda pair: pair[0] if math.isfinite(pair[0]) else math.inf)
 
 
-def fails(loss: float, best: float, first: float, share: float = FAILS) -> bool:
-    return score(loss, first) > best + share * (first - best)
+def fails(loss: float, best: float, first: float) -> bool:
+    return score(loss, first) > best + FAILS * (first - best)
 
 
 # --- Curves

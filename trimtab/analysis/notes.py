@@ -1,11 +1,6 @@
 """What a reader must know before using the findings: cells that are missing, runs that are mixed, too few seeds.
 
-no runs, not a folder, bad study, bad cells            folders and study files
-failed, missing, running, unreadable, stopped          cells by status
-broken lines, mixed                                    runs that were read in part, or that may not be comparable
-missing rates, nothing learned, no first loss,
-one rate, few seeds                                    curves
-no logits, few sizes, no params                        forecasts
+`trimtab.report.sentences` has a sentence for each kind of note.
 """
 
 import math
@@ -15,15 +10,13 @@ from collections.abc import Iterator, Sequence
 from trimtab.analysis.findings import Curve, Note, Result, Status
 from trimtab.analysis.thresholds import FEWEST_SIZES
 
-_INCOMPLETE = (Status.FAILED, Status.MISSING, Status.RUNNING, Status.UNREADABLE)
-
 
 def notes_of(results: Sequence[Result], curves: Sequence[Curve]) -> list[Note]:
     return [*_cells(results), *_mixed(results), *_curves(curves), *_forecasts(results)]
 
 
 def _cells(results: Sequence[Result]) -> Iterator[Note]:
-    for status in (*_INCOMPLETE, Status.STOPPED):
+    for status in (Status.FAILED, Status.MISSING, Status.RUNNING, Status.UNREADABLE, Status.STOPPED):
         names = tuple(result.name for result in results if result.status == status)
         if names:
             yield Note(kind=status.value, count=len(names), of=len(results), items=names[:3])
@@ -36,14 +29,14 @@ def _mixed(results: Sequence[Result]) -> Iterator[Note]:
     """Runs whose losses may not be comparable."""
     there = [result for result in results if result.planned]
     kinds = {
-        "corpora (sha256)": Counter(result.sha256[:12] for result in there if result.sha256),
-        "kinds of model": Counter(result.kind for result in there if result.kind),
-        "lengths in steps": Counter(str(result.planned) for result in there),
-        "versions of trimtab": Counter(result.versions.get("trimtab", "") for result in there if result.versions),
-        "versions of torch": Counter(result.versions.get("torch", "") for result in there if result.versions),
+        "corpora (sha256)": [result.sha256[:12] for result in there if result.sha256],
+        "kinds of model": [result.kind for result in there if result.kind],
+        "lengths in steps": [str(result.planned) for result in there],
+        "versions of trimtab": [result.versions.get("trimtab", "") for result in there if result.versions],
+        "versions of torch": [result.versions.get("torch", "") for result in there if result.versions],
     }
-    for what, counts in kinds.items():
-        if len(counts) > 1:
+    for what, values in kinds.items():
+        if len(counts := Counter(values)) > 1:
             items = tuple(f"{value}: {count} runs" for value, count in counts.most_common(4))
             yield Note(kind="mixed", where=what, count=len(counts), items=items)
 

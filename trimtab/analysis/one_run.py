@@ -1,11 +1,5 @@
 """One finished run: do RMS spikes predict its loss spikes, and in which tensor do they start?
 
-    lead_times(run)       per tensor: loss spikes, how many its RMS spikes predicted, chance, lead in steps
-    first_spikes(run)     per loss spike: the tensor that spiked first
-    loss_ratios(losses)   how often and how far the loss was above its best (Li et al. 2022)
-    correlations(run)     of that ratio with the second moments, with p-values
-    analyze(run)          all of it
-
 A table over many tensors contains small p-values by chance: with a hundred tensors, one below 0.01 is expected. The row
 `ANY` is about all tensors together, as an alarm on any tensor is.
 """
@@ -78,7 +72,7 @@ class FirstSpike:
 
 @dataclass(frozen=True)
 class LossRatios:
-    """Loss over the best loss of all steps before; infinite where the loss is not finite."""
+    """Loss over the best finite loss of all steps before; infinite where the loss is not finite."""
 
     ratios: Floats
     floor: float  # noise: the 95th percentile over the last fifth of the run
@@ -101,7 +95,7 @@ class Analysis:
 
 
 def analyze(run: Run | str | Path, rules: SpikeRules | None = None) -> Analysis:
-    """All of the above. The default rules are the paper's, fitted to short runs."""
+    """All of the analysis of one run. The default rules are the paper's, fitted to short runs."""
     run = run if isinstance(run, Run) else read_run(run)
     rules = rules or rules_for(run)
     ratios = loss_ratios(losses_of(run)[1])
@@ -168,7 +162,7 @@ def first_above(run: Run, span: tuple[int, int], limit: float) -> list[tuple[str
 
 
 def loss_ratios(losses: Sequence[float] | Floats) -> LossRatios:
-    """1 at the first step; a loss that is not finite has ratio infinity and is never the best."""
+    """How far the loss was above its best (Li et al. 2022); 1 at the first step."""
     values = np.asarray(losses, dtype=np.float64)
     finite = np.isfinite(values)
     best = np.minimum.accumulate(np.concatenate([[np.inf], np.where(finite, values, np.inf)]))[:-1]

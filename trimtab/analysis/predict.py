@@ -11,6 +11,7 @@ growing attention logits are predicted, and the distance of the gradient to eps:
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from trimtab.analysis.findings import Critical, Findings, Fit, Signal
@@ -21,6 +22,7 @@ from trimtab.analysis.thresholds import FEWEST_SIZES, HORIZON, NEAR_EPS
 Outcome = Literal["fails", "fine", "uncertain"]
 Reason = Literal["failed", "no logits", "few sizes", "outside grid", "too far", "above", "below", "near"]
 Range = tuple[float, float, float]  # value, low, high
+Failed = tuple[float, int]  # the learning rate and the size (params) that failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Rate:
     lr: float
     outcome: Outcome
     reason: Reason
-    failed: tuple[float, int] | None = None  # the learning rate and the size (params) that failed
+    failed: Failed | None = None
     logit: float = math.nan
     logit_low: float = math.nan
     logit_high: float = math.nan
@@ -61,12 +63,16 @@ def predict_size(findings: Findings, params: float, lr: float | None = None, arm
         raise ValueError(f"params={params} must be a number above zero; try 1e9")
     if lr is not None and not (math.isfinite(lr) and lr > 0):
         raise ValueError(f"lr={lr} must be a number above zero; try 0.01")
-    recipe = _choose(findings, params, arm)
-    known = {r.lr for r in findings.results if (r.study, r.arm) == recipe.key and math.isfinite(r.lr)}
+    known = list(dict.fromkeys((result.study, result.arm) for result in findings.results))
+    chosen = [pair for pair in known if arm in (None, pair[1])]
+    if not chosen:
+        raise ValueError(f"there is no arm {arm!r}; try {' or '.join(repr(name) for _, name in known)}")
+    recipe = _Recipe(findings, params, *chosen[0])
+    lrs = {r.lr for r in findings.results if (r.study, r.arm) == recipe.key and math.isfinite(r.lr)}
     sizes = [r.params for r in findings.results if r.study == recipe.study and r.finished and r.params]
     decades = max(math.log10(params / max(sizes)), 0.0) if sizes else 0.0
     span = math.log10(max(sizes) / min(sizes)) if sizes else 0.0
-    rates = tuple(recipe.rate(x, decades) for x in ([lr] if lr is not None else sorted(known)))
+    rates = tuple(recipe.rate(x, decades) for x in ([lr] if lr is not None else sorted(lrs)))
     curves = [curve for curve in findings.curves if (curve.study, curve.arm) == recipe.key]
     best = max(curves, key=lambda curve: curve.params or 0).best_lr if curves else None
     central = next((rate for rate in rates if rate.lr == best), rates[0] if rates else None)
@@ -106,9 +112,8 @@ class _Recipe:
 
     def rate(self, lr: float, decades: float) -> Rate:
         logit, grad = self.predict("logit_max", lr), self.predict("grad_rms", lr)
-        eps = next(
-            (r.eps for r in self.findings.results if (r.study, r.arm) == self.key and math.isfinite(r.eps)), math.nan
-        )
+        mine = [result for result in self.findings.results if (result.study, result.arm) == self.key]
+        eps = next((result.eps for result in mine if math.isfinite(result.eps)), math.nan)
         outcome, reason, failed = self.judge(lr, decades, logit)
         value, low, high = logit if isinstance(logit, tuple) else (math.nan,) * 3
         gradient = grad[0] if isinstance(grad, tuple) else math.nan
@@ -125,9 +130,7 @@ class _Recipe:
             near_eps=gradient < NEAR_EPS * eps,
         )
 
-    def judge(
-        self, lr: float, decades: float, logit: Range | Reason
-    ) -> tuple[Outcome, Reason, tuple[float, int] | None]:
+    def judge(self, lr: float, decades: float, logit: Range | Reason) -> tuple[Outcome, Reason, Failed | None]:
         failed = first_failure(self.findings.curves, self.study, self.arm, lr)
         if failed is not None and failed.params is not None and failed.params <= self.params:
             return "fails", "failed", (failed.failing_lr or lr, failed.params)
@@ -151,19 +154,10 @@ class _Recipe:
         for fit in usable:
             if math.isclose(fit.lr, lr, rel_tol=1e-6):
                 return fit.predict(self.params)
-        below, above = [fit for fit in usable if fit.lr < lr], [fit for fit in usable if fit.lr > lr]
-        return self.between(below[-1], above[0], lr) if below and above else "outside grid"
-
-    def between(self, below: Fit, above: Fit, lr: float) -> Range:
-        weight = math.log(lr / below.lr) / math.log(above.lr / below.lr)
-        pairs = zip(below.predict(self.params), above.predict(self.params), strict=True)
-        value, low, high = (math.exp((1 - weight) * math.log(a) + weight * math.log(b)) for a, b in pairs)
+        pair = next((pair for pair in pairwise(usable) if pair[0].lr < lr < pair[1].lr), None)
+        if pair is None:
+            return "outside grid"
+        weight = math.log(lr / pair[0].lr) / math.log(pair[1].lr / pair[0].lr)
+        ends = zip(*(fit.predict(self.params) for fit in pair), strict=True)
+        value, low, high = (math.exp((1 - weight) * math.log(a) + weight * math.log(b)) for a, b in ends)
         return value, low, high
-
-
-def _choose(findings: Findings, params: float, arm: str | None) -> _Recipe:
-    known = list(dict.fromkeys((result.study, result.arm) for result in findings.results))
-    chosen = [pair for pair in known if arm in (None, pair[1])]
-    if not chosen:
-        raise ValueError(f"there is no arm {arm!r}; try {' or '.join(repr(name) for _, name in known)}")
-    return _Recipe(findings, params, *chosen[0])

@@ -4,16 +4,14 @@ Evidence is not proof: two things that happen together may have a third cause.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from trimtab.analysis import thresholds as limits
 from trimtab.analysis.one_run import FirstSpike, LeadTime, first_above, first_spikes, lead_times, losses_of, rules_for
 from trimtab.analysis.spikes import SpikeRules
-from trimtab.runs import Event, EventKind, Run, read_run
+from trimtab.runs import Event, EventKind, Run
 from trimtab.runs.reader import Floats
 
 EPS_SHARE = 1 / (1 + limits.NEAR_EPS)  # of the update that eps takes where the gradient is NEAR_EPS times eps
@@ -79,11 +77,12 @@ class SkippedSteps(Problem):
     reasons: list[str]
 
 
-def find_problems(folder: Run | str | Path, rules: SpikeRules | None = None) -> list[Problem]:
+def find_problems(run: Run, rules: SpikeRules | None = None) -> list[Problem]:
     """Everything that went wrong, the most severe kind first."""
-    run = folder if isinstance(folder, Run) else read_run(folder)
     rules = rules or rules_for(run)
-    return [problem for find in FINDERS if (problem := find(run, rules)) is not None]
+    severe = (find_not_finite(run, rules), find_divergence(run, rules), find_loss_spikes(run, rules))
+    others = (find_logit_growth(run), find_logz_drift(run), find_near_eps(run), find_skips(run))
+    return [problem for problem in (*severe, *others) if problem is not None]
 
 
 def find_not_finite(run: Run, rules: SpikeRules) -> NotFinite | None:
@@ -147,7 +146,7 @@ def find_loss_spikes(run: Run, rules: SpikeRules) -> LossSpikes | None:
     )
 
 
-def find_logit_growth(run: Run, _: SpikeRules) -> LogitGrowth | None:
+def find_logit_growth(run: Run) -> LogitGrowth | None:
     steps, grown = run.signals.steps, list[tuple[int, str, float, float]]()
     entropies = run.signals.layers("entropy")  # output logits have no entropy
     for layer, values in run.signals.layers("logit_max").items():
@@ -164,7 +163,7 @@ def find_logit_growth(run: Run, _: SpikeRules) -> LogitGrowth | None:
     return LogitGrowth(step=step, where=layer, layers=sorted(grown), entropy=ends, rises=_loss_rises(run, step))
 
 
-def find_logz_drift(run: Run, _: SpikeRules) -> LogzDrift | None:
+def find_logz_drift(run: Run) -> LogzDrift | None:
     steps, values = run.signals.steps, run.signals.total("logz")
     known = np.isfinite(values)
     steps, values = steps[known], values[known]
@@ -178,7 +177,7 @@ def find_logz_drift(run: Run, _: SpikeRules) -> LogzDrift | None:
     return LogzDrift(step=step, where="output logits", early=early, late=late, rises=_loss_rises(run, step))
 
 
-def find_near_eps(run: Run, _: SpikeRules) -> NearEps | None:
+def find_near_eps(run: Run) -> NearEps | None:
     steps, small = run.signals.steps, list[tuple[float, str, int]]()
     for name, share in _eps_shares(run).items():
         late = _median(share[-max(1, len(share) // 10) :])
@@ -190,7 +189,7 @@ def find_near_eps(run: Run, _: SpikeRules) -> NearEps | None:
     return NearEps(step=small[0][2], where=small[0][1], tensors=[row[:2] for row in small])
 
 
-def find_skips(run: Run, _: SpikeRules) -> SkippedSteps | None:
+def find_skips(run: Run) -> SkippedSteps | None:
     acted = [event for event in run.of_kind(EventKind.ALARM) if event.alarm.skips]
     events = run.of_kind(EventKind.SKIPPED, EventKind.ROLLED_BACK)
     if not acted and not events:
@@ -199,17 +198,6 @@ def find_skips(run: Run, _: SpikeRules) -> SkippedSteps | None:
     reasons = sorted({event.reason for event in events} | {event.alarm.advice for event in acted})
     first, last = (at[0], at[-1]) if at else (None, None)
     return SkippedSteps(step=first, last=last, count=len(at) or len(events) + len(acted), reasons=reasons)
-
-
-FINDERS: tuple[Callable[[Run, SpikeRules], Problem | None], ...] = (
-    find_not_finite,
-    find_divergence,
-    find_loss_spikes,
-    find_logit_growth,
-    find_logz_drift,
-    find_near_eps,
-    find_skips,
-)
 
 
 def _first_bad_tensors(run: Run) -> tuple[int, list[str]] | None:
@@ -233,7 +221,7 @@ def _loss_rises(run: Run, step: int) -> int | None:
 
 
 def _eps_shares(run: Run) -> dict[str, Floats]:
-    """Share of each update that eps takes, eps / (r + eps); tensors without any gradient left out."""
+    """Share of each update that eps takes, eps / (r + eps); NaN where the gradient is zero."""
     shares, gradients = run.signals.tensors("eps_share"), run.signals.tensors("grad_rms")
     eps = run.config.values.get("optim.eps") if run.config is not None else None
     if not shares and isinstance(eps, float) and eps > 0:

@@ -17,7 +17,7 @@ import errno
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +38,17 @@ _SIGNALS: tuple[TensorSignal, ...] = ("grad_rms", "update_rms")
 _NO_EPS = ("lion", "sgd")  # optimizers without eps
 
 
-@dataclass(frozen=True)
-class Place:
-    """The folder of a cell, and what its study file contains about it."""
-
-    folder: Path
-    name: str
-    study: str
-    size: str = ""
-    arm: str = ""
-    lr: float = math.nan
-    seed: int | None = None
-
-
-def read_result(place: Place) -> Result:
-    """Read one run folder."""
-    names = {"folder": place.folder, "name": place.name, "study": place.study, "arm": place.arm, "lr": place.lr}
-    empty = Result(**names, size=place.size or "?", seed=place.seed or 0, status=Status.MISSING)  # type: ignore[arg-type]
-    paths = RunFolder(place.folder)
-    if not place.folder.is_dir():
+def read_result(empty: Result) -> Result:
+    """Read the folder of a result that has only names, and size, learning rate and seed if a study file has them."""
+    paths = RunFolder(empty.folder)
+    if not empty.folder.is_dir():
         return empty
     config = paths.read_config()
     if config is None:
         return _unreadable(empty, paths.config)
-    planned = _from_config(empty, config, place)
+    planned = _from_config(empty, config)
     try:
-        run = read_run(place.folder, tensor_signals=_SIGNALS)
+        run = read_run(empty.folder, tensor_signals=_SIGNALS)
     except ValueError:
         return replace(planned, status=Status.RUNNING)  # no step yet
     except OSError as error:
@@ -78,8 +63,8 @@ def _unreadable(result: Result, path: Path) -> Result:
     return replace(result, status=Status.UNREADABLE, why=f"{path.name}: {reason}")
 
 
-def _from_config(empty: Result, saved: SavedConfig, place: Place) -> Result:
-    config = saved.values
+def _from_config(empty: Result, saved: SavedConfig) -> Result:
+    config, in_study = saved.values, math.isfinite(empty.lr)
     depth, width = whole(config.get("model.depth")), whole(config.get("model.width"))
     params = saved.params
     if params is None and depth is not None and width is not None:
@@ -87,9 +72,9 @@ def _from_config(empty: Result, saved: SavedConfig, place: Place) -> Result:
     return replace(
         empty,
         kind=str(config.get("kind", "")),
-        size=place.size or (f"{depth}x{width}" if depth is not None else f"{params} parameters"),
-        lr=place.lr if math.isfinite(place.lr) else number(config.get("optim.lr")),
-        seed=place.seed if place.seed is not None else whole(config.get("seed")) or 0,
+        size=empty.size if empty.size != "?" else f"{params} parameters" if depth is None else f"{depth}x{width}",
+        lr=empty.lr if in_study else number(config.get("optim.lr")),
+        seed=empty.seed if in_study else whole(config.get("seed")) or 0,
         params=params if params and params > 0 else None,
         depth=depth,
         width=width,
@@ -102,13 +87,12 @@ def _from_config(empty: Result, saved: SavedConfig, place: Place) -> Result:
 
 
 def _add_log(planned: Result, run: Run) -> Result:
-    evaluations = _evaluations(run)
+    evaluations, logits = _evaluations(run), _logits(run)
     steps, losses = losses_of(run)
     taken = int(steps[-1]) if len(steps) else 0
     rules = rules_for(run)
     spans = loss_spans(steps, losses, rules)
     peaks = [find_peak(steps, losses, span, rules) for span in spans]
-    logits = _logits(run)
     snapshot = _snapshot(logits, planned.planned or taken)
     mlp = [name for name in run.signals.tensors("grad_rms") if "mlp" in name and name.endswith("weight")]
     first_mlp = min(mlp, key=_natural, default=None)  # the matrix that the paper measures

@@ -1,12 +1,4 @@
-"""The facts of the verdict about each study; `trimtab.report.verdict` has the sentences.
-
-failure      the lowest learning rate at which each arm fails, and at which size
-forecast     learning rates that will fail at larger sizes
-comparison   sensitivity of the first arm over that of the others, at the largest size
-cause        the signal that left its range first in the runs that failed
-effect       whether an arm avoids the failure of the first one
-back-test    how far off the fits were at the largest size
-"""
+"""The facts of the verdict about each study; `trimtab.report.verdict` has the sentences."""
 
 import math
 from collections import Counter
@@ -19,6 +11,7 @@ from trimtab.analysis.measure import group_by, run_fails
 from trimtab.analysis.thresholds import LOGZ_DRIFT, NEAR_EPS
 
 Sign = Literal["logits", "logz", "spike", "eps", "none"]
+Effect = Literal["prevents", "raises", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +23,8 @@ class ArmVerdict:
     held_lr: float | None  # if all sizes fail at the same learning rate: the one below it
     ahead: tuple[Forecast, ...]  # failures by attention logits that were not observed, the smallest size first
     near_eps: Forecast | None  # the smallest size at which gradients come near eps
-    causes: Mapping[Sign, int]  # the first sign of each run that failed
-    effect: Literal["cures", "delays", "none"] | None = None  # compared with the first arm, if that fails
+    causes: Mapping[Sign, int]  # failed runs by the signal that left its range first
+    effect: Effect | None = None  # whether it avoids the failure of the first arm, if that fails
 
     @property
     def largest(self) -> Curve:
@@ -43,20 +36,17 @@ class StudyVerdict:
     source: Source
     arms: tuple[ArmVerdict, ...]  # empty: no run has a finite loss
     finished: bool
-    comparisons: tuple[tuple[Comparison, Curve, Curve], ...]  # at the largest size of the first arm
-    backtests: tuple[Fit, ...]  # fits to attention logits with a back-test, the best first
+    comparisons: tuple[tuple[Comparison, Curve, Curve], ...]  # first arm and another, at the largest size of the first
+    backtests: tuple[tuple[float, Fit], ...]  # of fits to attention logits, with the factor; the best first
 
 
-def judge(findings: Findings) -> list[StudyVerdict]:
-    return [_judge(findings, source) for source in findings.studies]
-
-
-def _judge(findings: Findings, source: Source) -> StudyVerdict:
+def judge(findings: Findings, source: Source) -> StudyVerdict:
     curves = [curve for curve in findings.curves if curve.study == source.name]
     arms = group_by(curves, lambda curve: curve.arm).values()
     by_size = [sorted(those, key=lambda curve: curve.params or 0) for those in arms]
     base = by_size[0][-1] if by_size else None
     fits = [f for f in findings.fits if (f.study, f.signal) == (source.name, "logit_max") and not f.bounded]
+    backtests = [(fit.backtest.factor, fit) for fit in fits if fit.backtest is not None]
     by_key = {curve.key: curve for curve in curves}
     pairs = [
         (one, base, other)
@@ -69,12 +59,8 @@ def _judge(findings: Findings, source: Source) -> StudyVerdict:
         arms=tuple(_arm(findings, source, those, base) for those in by_size),
         finished=any(result.finished for result in findings.results if result.study == source.name),
         comparisons=tuple(pairs),
-        backtests=tuple(sorted((fit for fit in fits if fit.backtest is not None), key=backtest_factor)),
+        backtests=tuple(sorted(backtests, key=lambda pair: pair[0])),
     )
-
-
-def backtest_factor(fit: Fit) -> float:
-    return fit.backtest.factor if fit.backtest is not None else math.nan
 
 
 def _arm(findings: Findings, source: Source, curves: Sequence[Curve], base: Curve | None) -> ArmVerdict:
@@ -128,9 +114,9 @@ def signs_of(result: Result, critical: float) -> list[tuple[int, Sign]]:
     return found + [(step, "logz") for step, value in result.logz if abs(value - result.logz[0][1]) > LOGZ_DRIFT][:1]
 
 
-def _effect(curve: Curve, base: Curve) -> Literal["cures", "delays", "none"] | None:
+def _effect(curve: Curve, base: Curve) -> Effect | None:
     if base.failing_lr is None or curve.size != base.size:
         return None
     if curve.failing_lr is None:
-        return "cures" if curve.lrs[-1] >= base.failing_lr else None
-    return "delays" if curve.failing_lr > base.failing_lr else "none"
+        return "prevents" if curve.lrs[-1] >= base.failing_lr else None
+    return "raises" if curve.failing_lr > base.failing_lr else "none"

@@ -60,10 +60,10 @@ def axis(title: str = "", **more: Any) -> dict[str, Any]:
 
 
 def log_axis(
-    ends: Range, ticks: Iterable[float], title: str = "", *, say: Callable[[float], str] = number
+    ends: Range, ticks: Iterable[float], title: str = "", *, text: Callable[[float], str] = number
 ) -> dict[str, Any]:
     at = [x for x in ticks if ends[0] <= x <= ends[1]]
-    shown = {"range": [math.log10(end) for end in ends], "tickvals": at, "ticktext": [say(x) for x in at]}
+    shown = {"range": [math.log10(end) for end in ends], "tickvals": at, "ticktext": [text(x) for x in at]}
     return axis(title, type="log", **shown, tickangle=0, minor={"showgrid": False})
 
 
@@ -77,8 +77,8 @@ def lr_axis(lrs: Sequence[float]) -> dict[str, Any]:
 def params_axis(ends: Range, sizes: Iterable[float]) -> dict[str, Any]:
     """Over many decades the ticks are powers of ten; over few, the sizes themselves unless they are too close."""
     if ends[1] / ends[0] > 300:
-        return log_axis(ends, decades(ends, most=7), "parameters", say=count)
-    return log_axis(ends, _apart(sorted(set(sizes), reverse=True), ends, 8), "parameters", say=count)
+        return log_axis(ends, decades(ends, most=7), "parameters", text=count)
+    return log_axis(ends, _apart(sorted(set(sizes), reverse=True), ends, 8), "parameters", text=count)
 
 
 def loss_axis(ends: Range) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def loss_axis(ends: Range) -> dict[str, Any]:
     power = 10.0 ** math.floor(math.log10(ends[1] - ends[0]))
     steps = (times * power for times in (5, 2, 1, 0.5, 0.2, 0.1, 0.05, 0.02))
     ticks = next((found for step in steps if len(found := _multiples(step, ends)) >= 4), list(ends))
-    return log_axis(ends, ticks, say=lambda x: number(x, 6))
+    return log_axis(ends, ticks, text=lambda x: number(x, 6))
 
 
 def _multiples(step: float, ends: Range) -> list[float]:
@@ -117,10 +117,10 @@ def with_margin(low: float, high: float) -> Range:
 
 
 def value_axis(ends: Range) -> dict[str, Any]:
-    def say(x: float) -> str:
+    def text(x: float) -> str:
         return count(x, 2) if x >= 1 else number(x) if x > 5e-4 else f"{x:.0e}".replace("e-0", "e-")
 
-    return log_axis(ends, decades(ends, most=8), say=say)
+    return log_axis(ends, decades(ends, most=8), text=text)
 
 
 def decades(ends: Range, most: int) -> list[float]:

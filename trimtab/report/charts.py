@@ -49,10 +49,8 @@ def sensitivity(view: View) -> Figure | None:
     sizes = [float(curve.params or 0) for curve in every]
     highest = max(curve.sensitivity_high or curve.sensitivity for curve in every)
     traces = [_sensitivity_line(view, panel, curves) for panel, curves in lines.items()]
-    x, y = (
-        axes.params_axis(axes.wider(sizes, 1.6, 1.6), sizes),
-        axes.axis(range=[0, max(highest, 1e-3) * 1.12], nticks=6),
-    )
+    x = axes.params_axis(axes.wider(sizes, 1.6, 1.6), sizes)
+    y = axes.axis(range=[0, max(highest, 1e-3) * 1.12], nticks=6)
     return axes.figure(traces, x=x, y=y, unit="learning-rate sensitivity, nats")
 
 

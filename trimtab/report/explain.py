@@ -1,14 +1,6 @@
 """What went wrong in a run, in sentences with the evidence: `print(explain("runs/gpt"))`.
 
-The problems, the most severe first (trimtab.analysis.problems finds them):
-
-    non-finite        a loss or a tensor that is NaN or infinite, and which was first
-    divergence        the loss ends far above its best
-    loss spike        loss spikes, and the tensor whose RMS_t rose before them
-    attention logits  attention logits that grow
-    logZ              output logits that drift
-    eps               gradients so small that Adam's eps shortens the update
-    skips             steps that were skipped
+`trimtab.analysis.problems` finds the problems; each of its classes has a function here that describes it.
 """
 
 import math
@@ -38,8 +30,8 @@ class Finding:
     where: str = ""  # the tensor or layer that was first
 
     def __str__(self) -> str:
-        lines = [self.what, *(f"  {line}" for line in self.evidence)]
-        return "\n".join([*lines, f"  Possible remedies: {self.advice}"] if self.advice else lines)
+        remedies = [f"Possible remedies: {self.advice}"] if self.advice else []
+        return "\n  ".join([self.what, *self.evidence, *remedies])
 
 
 @dataclass(frozen=True)
@@ -69,8 +61,8 @@ def _summary(run: Run) -> str:
     steps, losses = losses_of(run)
     finite = losses[np.isfinite(losses)]
     why = str(getattr(run.result.why, "value", run.result.why)) if run.result is not None else ""
-    parts = [f"{run.folder.path}: {len(steps)} steps"]
-    parts[0] += f", ended: {why}" if why else f", not finished (there is no {run.folder.result.name})"
+    state = f"ended: {why}" if why else f"not finished (there is no {run.folder.result.name})"
+    parts = [f"{run.folder.path}: {len(steps)} steps, {state}"]
     if len(finite):
         parts.append(f"loss {finite[0]:.4g} at the start, {finite.min():.4g} at best, {finite[-1]:.4g} at the end")
     watched = len(run.signals.steps)
@@ -78,7 +70,9 @@ def _summary(run: Run) -> str:
     alarms = Counter(event.alarm.kind or "?" for event in run.of_kind(EventKind.ALARM))
     if alarms:
         parts.append(f"{alarms.total()} alarms ({', '.join(f'{many} {kind}' for kind, many in alarms.most_common())})")
-    return "; ".join([*parts, *([f"{run.broken} lines could not be read"] if run.broken else [])])
+    if run.broken:
+        parts.append(f"{run.broken} lines could not be read")
+    return "; ".join(parts)
 
 
 Words = tuple[str, str, list[str], str]  # kind, sentence, evidence, remedies
@@ -137,12 +131,11 @@ def _(x: problems.LossSpikes) -> Words:
         if tensors and tensors[0].explained:
             evidence.append(f"the best predictor is {lead_time_words(tensors[0])}")
     what = f"Loss spikes: {len(x.spikes)}, the first at step {x.step}, the worst at step {x.worst.peak[0]}."
-    advice = "StableAdamW, a lower β₂ (RMS_t cannot exceed 1/√(1-β₂)), longer warmup, a lower learning rate"
-    if not any(spike.tensors for spike in x.spikes):
-        advice = (
-            "check the batches of these steps; gradient clipping, a lower learning rate, sequence length warmup. No "
-            "RMS_t rose before, so a lower β₂ is less likely to help"
-        )
+    if any(spike.tensors for spike in x.spikes):
+        advice = "StableAdamW, a lower β₂ (RMS_t cannot exceed 1/√(1-β₂)), longer warmup, a lower learning rate"
+    else:
+        advice = "check the batches of these steps; gradient clipping, a lower learning rate, sequence length warmup. "
+        advice += "No RMS_t rose before, so a lower β₂ is less likely to help"
     return "loss spike", what, evidence, advice
 
 
@@ -174,12 +167,8 @@ def _(x: problems.NearEps) -> Words:
 def _(x: problems.SkippedSteps) -> Words:
     when = f", the first at step {x.step}, the last at step {x.last}" if x.step is not None else ""
     reasons = [reason or "no reason given" for reason in x.reasons[:3]]
-    return (
-        "skips",
-        f"Skipped steps: {x.count}{when}.",
-        reasons,
-        "check the batches of these steps, and the problems above",
-    )
+    advice = "check the batches of these steps, and the problems above"
+    return "skips", f"Skipped steps: {x.count}{when}.", reasons, advice
 
 
 def _spike_words(spike: FirstSpike) -> str:
@@ -189,19 +178,16 @@ def _spike_words(spike: FirstSpike) -> str:
     if spike.lead is None:
         return text + "no tensor's RMS_t rose before"
     name, step, rms = spike.tensors[0]
-    when = (
-        f"{spike.lead} steps before" if spike.lead > 0 else f"not before the onset, {at - step} steps before the peak"
-    )
+    late = f"not before the onset, {at - step} steps before the peak"
+    when = f"{spike.lead} steps before" if spike.lead > 0 else late
     more = f", then {len(spike.tensors) - 1} more tensors" if len(spike.tensors) > 1 else ""
     return text + f"{name} was first, RMS_t {rms:.2f} at step {step}, {when}{more}"
 
 
 def _lead_words(step: int | None, rises: int | None) -> list[str]:
-    return (
-        []
-        if rises is None
-        else [f"{rises - (step or 0)} steps before the loss was 1.5 times its best, at step {rises}"]
-    )
+    if rises is None:
+        return []
+    return [f"{rises - (step or 0)} steps before the loss was 1.5 times its best, at step {rises}"]
 
 
 # --- The whole analysis of a run

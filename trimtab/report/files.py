@@ -31,9 +31,8 @@ _BY_RATE = ("loss", "low", "high", "seeds", "broken", "spikes", "loss_ratio", "l
 def write_data(findings: Findings, folder: Path) -> None:
     # Without indents: most of it are curves of hundreds of points, and indenting takes longer than all the rest.
     replace_text(folder / "findings.json", json.dumps(to_json(findings), allow_nan=False))
-    replace_text(folder / "cells.csv", to_csv(rows_of_cells(findings)))
-    replace_text(folder / "curves.csv", to_csv(rows_of_curves(findings)))
-    replace_text(folder / "fits.csv", to_csv(rows_of_fits(findings)))
+    for name, rows_of in (("cells.csv", rows_of_cells), ("curves.csv", rows_of_curves), ("fits.csv", rows_of_fits)):
+        replace_text(folder / name, to_csv(rows_of(findings)))
 
 
 def to_json(findings: Findings) -> dict[str, Any]:

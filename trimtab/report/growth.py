@@ -7,12 +7,14 @@ back-test: the largest size, predicted from the smaller ones.
 import math
 from typing import Any
 
+import numpy as np
+
 from trimtab.analysis.findings import Fit, Forecast, Result, Signal
 from trimtab.analysis.thresholds import NEAR_EPS
 from trimtab.report import axes
 from trimtab.report.axes import Range, Trace
 from trimtab.report.layout import Figure, Panel, View, run_words
-from trimtab.report.numbers import between, count, number, params
+from trimtab.report.numbers import between, capital, count, number, params
 from trimtab.report.sentences import forecast_words
 
 FARTHEST = 1e4  # times the largest size: forecasts beyond are not drawn
@@ -22,7 +24,7 @@ _DRAWN = 40  # points of a fitted line
 
 
 def growth(view: View, panel: Panel, signal: Signal) -> Figure | None:
-    runs = [run for run in view.results(panel) if run.params and run.lr > 0 and _positive(getattr(run, signal))]
+    runs = [r for r in view.results(panel) if r.params and r.lr > 0 and 0 < getattr(r, signal) < math.inf]
     if not runs:
         return None
     fits = [fit for fit in view.findings.fits if (fit.study, fit.arm) == panel and fit.signal == signal]
@@ -30,21 +32,22 @@ def growth(view: View, panel: Panel, signal: Signal) -> Figure | None:
     ahead = [x for x in forecasts if x.fails_at is not None and not x.seen]
     across, largest = _across(view, signal)
     critical = view.findings.critical
-    limits = [critical.value] if signal == "logit_max" else sorted({run.eps for run in runs})
-    up = _up(view, signal, [limit for limit in limits if _positive(limit)])
-    unsure = {x.lr for x in ahead}
-    traces = [trace for fit in fits for trace in _line(view, fit, across, up, banded=fit.lr in unsure)]
+    limits = [critical.value] if signal == "logit_max" else sorted({run.eps for run in runs if 0 < run.eps < math.inf})
+    up = _up(view, signal, limits)
+    uncertain = {x.lr for x in ahead}
+    traces = [trace for fit in fits for trace in _line(view, fit, across, up, banded=fit.lr in uncertain)]
     traces += [_points(view, runs, lr, signal) for lr in sorted({run.lr for run in runs})]
     traces += [_backtest(view, fit) for fit in fits if fit.backtest is not None]
-    level = limits[0] if signal == "logit_max" else NEAR_EPS * limits[0]
-    traces += [_forecast(view, x, level) for x in ahead if across[0] <= (x.fails_at or 0) <= across[1]]
+    traces += [_forecast(view, x) for x in ahead if across[0] <= (x.fails_at or 0) <= across[1]]
     edge = largest * 1.25
     box = {"type": "rect", "yref": "paper", "x0": edge, "x1": across[1], "y0": 0, "y1": 1, "layer": "below"}
     shapes: list[dict[str, Any]] = [{**box, "fillcolor": "--shade", "line": {"width": 0}}]
     words = [axes.note("forecast", axes.share(edge, across), 1.0, font={"size": 11.5, "color": "--muted"})]
-    for limit in filter(_positive, limits):
-        zone = (critical.low, critical.high) if signal == "logit_max" else (0.0, NEAR_EPS * limit)
-        shapes += _limit(limit, zone, up)
+    for limit in limits:
+        low, high = (critical.low, critical.high) if signal == "logit_max" else (0.0, NEAR_EPS * limit)
+        zone = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": max(low, up[0]), "y1": min(high, up[1])}
+        shapes.append({**zone, "layer": "below", "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}})
+        shapes.append(axes.horizontal(limit, "--fail", width=1.5))
         name = number(limit, 2) if signal == "logit_max" else "ε"
         font = {"size": 12, "color": "--fail"}
         words.append(axes.note(name, 1.0, axes.share(limit, up), xshift=4, yanchor="middle", font=font))
@@ -65,7 +68,7 @@ def growth_words(view: View, panel: Panel, signal: Signal) -> str:
     """The chart as text, for screen readers."""
     forecasts = [x for x in view.findings.forecasts if (x.study, x.arm) == panel and x.signal == signal]
     text = " ".join(f"Learning rate {number(x.lr)}: {forecast_words(x)}." for x in forecasts)
-    return f"{NAMES[signal]} against size, {view.title(panel)}. ".capitalize() + text
+    return f"{capital(NAMES[signal])} against size, {view.title(panel)}. {text}"
 
 
 def _across(view: View, signal: Signal) -> tuple[Range, float]:
@@ -80,11 +83,11 @@ def _across(view: View, signal: Signal) -> tuple[Range, float]:
 
 def _up(view: View, signal: Signal, limits: list[float]) -> Range:
     """The range of the vertical axis, the same in all panels: every run and the limits, with a margin."""
-    values = [getattr(run, signal) for run in view.findings.results if run.params]
+    values = [*(getattr(run, signal) for run in view.findings.results if run.params), *limits]
     if signal == "grad_rms":
-        return axes.wider([*values, *limits], 4, 3)
-    known = axes.wider([*values, *limits], 2, 4)
-    return min(known[0], 1.0), known[1]
+        return axes.wider(values, 4, 3)
+    low, high = axes.wider(values, 2, 4)
+    return min(low, 1.0), high
 
 
 def _points(view: View, runs: list[Result], lr: float, signal: Signal) -> Trace:
@@ -102,18 +105,16 @@ def _points(view: View, runs: list[Result], lr: float, signal: Signal) -> Trace:
 def _line(view: View, fit: Fit, across: Range, up: Range, *, banded: bool) -> list[Trace]:
     """Solid between the sizes that were trained, dashed beyond; with a forecast, also the range of the refits."""
     colour, group = view.lr_colour(fit.lr), f"lr {fit.lr:g}"
-    fence = (up[0] / 100, up[1] * 100)  # far outside, so that no line ends within the chart
-    inside, beyond = _steps(min(fit.params), max(fit.params)), _steps(max(fit.params), across[1])
-    curves = [[min(max(y, fence[0]), fence[1]) for y in ys] for ys in zip(*map(fit.predict, beyond), strict=True)]
-    solid = [min(max(fit.predict(x)[0], fence[0]), fence[1]) for x in inside]
+    sizes = np.geomspace([fit.params[0], fit.params[-1]], [fit.params[-1], across[1]], _DRAWN).T.tolist()
+    # Clipped far outside of the chart, so that no line ends within it.
+    inside, beyond = (np.clip([fit.predict(x) for x in xs], up[0] / 100, up[1] * 100).T.tolist() for xs in sizes)
+    solid, dashed = {"color": colour, "width": 2}, {"color": colour, "width": 1.5, "dash": "dash"}
     area = {"fill": "toself", "opacity": 0.1, "fillcolor": colour, "line": {"width": 0}, "hoverinfo": "skip"}
-    band = axes.scatter("lines", [*beyond, *beyond[::-1]], [*curves[2], *curves[1][::-1]], group, **area)
+    band = axes.scatter("lines", [*sizes[1], *sizes[1][::-1]], [*beyond[2], *beyond[1][::-1]], group, **area)
     return [
         *([band] if banded else []),
-        axes.scatter("lines", inside, solid, group, line={"color": colour, "width": 2}, hoverinfo="skip"),
-        axes.scatter(
-            "lines", beyond, curves[0], group, line={"color": colour, "width": 1.5, "dash": "dash"}, hoverinfo="skip"
-        ),
+        axes.scatter("lines", sizes[0], inside[0], group, line=solid, hoverinfo="skip"),
+        axes.scatter("lines", sizes[1], beyond[0], group, line=dashed, hoverinfo="skip"),
     ]
 
 
@@ -128,7 +129,7 @@ def _backtest(view: View, fit: Fit) -> Trace:
     return axes.scatter("lines+markers", xs, ys, f"lr {fit.lr:g}", line=line, marker=square, **axes.hover(["", text]))
 
 
-def _forecast(view: View, x: Forecast, limit: float) -> Trace:
+def _forecast(view: View, x: Forecast) -> Trace:
     """A diamond where the line meets the limit, with the range of the forecast."""
     at, colour = x.fails_at or 0.0, view.lr_colour(x.lr)
     high = x.high if x.high is not None and math.isfinite(x.high) else at * FARTHEST
@@ -139,27 +140,9 @@ def _forecast(view: View, x: Forecast, limit: float) -> Trace:
     return axes.scatter(
         "markers",
         [at],
-        [limit],
+        [x.level],
         f"lr {x.lr:g}",
         error_x={**bars, "thickness": 1.5, "width": 5},
         marker={"symbol": "diamond", "size": 13, "color": colour, "line": {"width": 1.5, "color": "--card"}},
         **axes.hover([text + (f"<br>({spread})" if spread else "")]),
     )
-
-
-def _limit(y: float, zone: Range, up: Range) -> list[dict[str, Any]]:
-    """A red line, and the uncertain zone around it."""
-    low, high = max(zone[0], up[0]), min(zone[1], up[1])
-    box = {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": low, "y1": high, "layer": "below"}
-    return [
-        {**box, "fillcolor": "--fail", "opacity": 0.09, "line": {"width": 0}},
-        axes.horizontal(y, "--fail", width=1.5),
-    ]
-
-
-def _steps(start: float, end: float) -> list[float]:
-    return [start * (end / start) ** (i / (_DRAWN - 1)) for i in range(_DRAWN)]
-
-
-def _positive(x: Any) -> bool:
-    return isinstance(x, float | int) and math.isfinite(x) and x > 0

@@ -10,6 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 MISSING = "×"  # not a number
 POINTS = 512
 LAYER_SIGNALS: tuple[LayerSignal, ...] = ("logit_max", "entropy", "out_rms")
-QUIET = (EventKind.EVALUATED, EventKind.CHECKPOINT, EventKind.FORCED)  # events that are not shown
+HIDDEN = (EventKind.EVALUATED, EventKind.CHECKPOINT, EventKind.FORCED)  # events that are not shown
 ENDS = (EventKind.STOPPED, EventKind.DONE)
 STYLES: dict[str, str] = {
     EventKind.ALARM: "yellow",
@@ -68,12 +69,11 @@ class View:
         self.folder, self.paths = Path(folder), RunFolder(folder)
         if not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; give the folder of a run, such as runs/gpt")
-        self._log, self._signals, self._events = (
-            Lines(path) for path in (self.paths.log, self.paths.signals, self.paths.events)
-        )
+        paths = (self.paths.log, self.paths.signals, self.paths.events)
+        self._log, self._signals, self._events = map(Lines, paths)
         self.curves: dict[tuple[str, str], Curve] = {}  # by layer and signal; layer "" is the whole run
         self.record: Json = {}
-        self.news: deque[Event] = deque(maxlen=8)
+        self.recent: deque[Event] = deque(maxlen=8)
         self.alarms, self.ended = 0, False
 
     def update(self) -> None:
@@ -87,8 +87,8 @@ class View:
             self._add_signals(SignalRecord.from_json(record))
         for event in map(Event.from_json, self._events.read()):
             self.alarms += event.kind == EventKind.ALARM
-            if event.kind not in QUIET:
-                self.news.append(event)
+            if event.kind not in HIDDEN:
+                self.recent.append(event)
             self.ended = event.kind in ENDS
         self.ended |= self.paths.complete
 
@@ -100,8 +100,9 @@ class View:
                 parts.append(Text(f"{signal:<10}{_short(curve.last):>10}  {curve.draw(room)}", no_wrap=True))
         if any(layer for layer, _ in self.curves):
             parts.append(self._layers(width, rows))
-        if self.news:
-            lines = [Text(event_words(e), STYLES.get(e.kind, ""), no_wrap=True, overflow="ellipsis") for e in self.news]
+        if self.recent:
+            styled = [(event_words(event), STYLES.get(event.kind, "")) for event in self.recent]
+            lines = [Text(words, style, no_wrap=True, overflow="ellipsis") for words, style in styled]
             parts.append(Panel(Group(*lines), title=f"{self.alarms} alarms", title_align="left"))
         return Group(*parts)
 
@@ -117,7 +118,7 @@ class View:
         """A row per layer and a column per signal. If there are too many layers, those with the highest RMS_t."""
         signals = [s for s in ("rms", *LAYER_SIGNALS) if any(signal == s for _, signal in self.curves)]
         layers = list(dict.fromkeys(layer for layer, _ in self.curves if layer))
-        shown = set(sorted(layers, key=self._alarming)[:rows])
+        shown = set(sorted(layers, key=self._last_rms, reverse=True)[:rows])
         table = Table("layer", *signals, box=None, pad_edge=False, expand=False)
         room = max(4, (width - 30) // max(1, len(signals)) - 11)
         for layer in layers:
@@ -127,16 +128,17 @@ class View:
             table.add_row(f"... {len(layers) - rows} more")
         return table
 
-    def _alarming(self, layer: str) -> float:
+    def _last_rms(self, layer: str) -> float:
+        """Infinite if it is NaN or was not measured."""
         curve = self.curves.get((layer, "rms"))
-        return -math.inf if curve is None or math.isnan(curve.last) else -curve.last
+        return math.inf if curve is None or math.isnan(curve.last) else curve.last
 
     def _cell(self, layer: str, signal: str, room: int) -> Text:
         curve = self.curves.get((layer, signal))
         if curve is None:
             return Text("")
-        loud = not math.isfinite(curve.last) or (signal == "rms" and curve.last >= RMS_SPIKE)
-        return Text(f"{_short(curve.last):>9} {curve.draw(room)}", style="bold red" if loud else "", no_wrap=True)
+        red = not math.isfinite(curve.last) or (signal == "rms" and curve.last >= RMS_SPIKE)
+        return Text(f"{_short(curve.last):>9} {curve.draw(room)}", style="bold red" if red else "", no_wrap=True)
 
     def _add_signals(self, record: SignalRecord) -> None:
         highest: dict[str, list[float]] = {}
@@ -162,16 +164,15 @@ def show(folder: str | Path, *, once: bool = False, every: float = 1.0, console:
     if once or not console.is_terminal:
         console.print(view.render(console.width))
         return
-    try:
-        with Live(view.render(console.width, _rows(console)), console=console, auto_refresh=False) as live:
-            while not view.ended:
-                time.sleep(every)
-                view.update()
-                if view.ended:
-                    view.update()  # the last lines of the log may have been written after it was read
-                live.update(view.render(console.width, _rows(console)), refresh=True)
-    except KeyboardInterrupt:
-        pass
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(view.render(console.width, max(3, console.height - 18)), refresh=True)
+            if view.ended:
+                return
+            time.sleep(every)
+            view.update()
+            if view.ended:
+                view.update()  # the last lines of the log may have been written after it was read
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -215,7 +216,3 @@ def event_words(event: Event) -> str:
     shown = {key: value for key, value in known.items() if value not in (None, "")}
     words = ", ".join(f"{k} {v if isinstance(v, str | int) else json.dumps(v)}" for k, v in shown.items())
     return f"{step}  {event.kind}  {words}"
-
-
-def _rows(console: Console) -> int:
-    return max(3, console.height - 18)

@@ -62,9 +62,9 @@ def beyond(decades: float) -> str:
     return f"{decades:.1f} powers of ten beyond the largest size that was run"
 
 
-def between(low: float | None, high: float | None, say: Callable[[float], str] = number) -> str:
+def between(low: float | None, high: float | None, text: Callable[[float], str] = number) -> str:
     """`1.2–3.4`, or an empty text if both ends are unknown."""
-    known = [None if end is None or not math.isfinite(end) else say(end) for end in (low, high)]
+    known = [None if end is None or not math.isfinite(end) else text(end) for end in (low, high)]
     if known[0] is None:
         return "" if known[1] is None else f"at most {known[1]}"
     return f"at least {known[0]}" if known[1] is None else f"{known[0]}–{known[1]}"
@@ -91,23 +91,26 @@ def plural(amount: int, noun: str) -> str:
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def label(text: object, longest: int = 60) -> str:
     """Escaped for a chart, on one line. Plotly interprets `&lt;` but not `&quot;`, so quotes stay."""
     line = " ".join(str(text).split())
     return escape(line if len(line) <= longest else line[: longest - 1] + "…", quote=False)
 
 
-def link(path: PurePath) -> str:
-    """A relative address. It starts with `./`, so that a folder called `javascript:` is a folder."""
-    return "./" + quote(os.fsencode(path.as_posix().removeprefix("./")))
+def link(path: Path, folder: Path) -> str | None:
+    """The address of a file relative to a folder; None if there is none (another drive).
 
-
-def relative(path: Path, folder: Path) -> PurePath | None:
-    """The path from a folder to a file; None if there is none (another drive)."""
+    It starts with `./`, so that a folder called `javascript:` is a folder.
+    """
     try:
-        return PurePath(os.path.relpath(path.absolute(), folder.absolute()))
+        relative = PurePath(os.path.relpath(path.absolute(), folder.absolute()))
     except ValueError:
         return None
+    return "./" + quote(os.fsencode(relative.as_posix()))
 
 
 def _trim(text: str) -> str:

@@ -125,7 +125,7 @@ def _sections(view: View, folder: Path) -> list[Section]:
             _charts(view, "learning-rates", charts.lr_loss, charts.lr_loss_words),
             legend=view.size_legend(),
             signs=(("●", "a run; large: the best learning rate"), ("✕", "diverges"), ("┈", "loss before training")),
-            tables=tables.glance(view),
+            tables=tables.arms(view),
         ),
         Section(
             "sensitivity",
@@ -167,11 +167,11 @@ def _growth(view: View, key: str, signal: Signal) -> Section:
 
 
 def _charts(
-    view: View, section: str, draw: Callable[[View, Panel], Figure | None], say: Callable[[View, Panel], str]
+    view: View, section: str, draw: Callable[[View, Panel], Figure | None], describe: Callable[[View, Panel], str]
 ) -> list[Chart]:
     """A chart per arm."""
     return [
-        Chart(f"{section}-{i}", view.title(panel), view.switches(panel), say(view, panel), draw(view, panel))
+        Chart(f"{section}-{i}", view.title(panel), view.switches(panel), describe(view, panel), draw(view, panel))
         for i, panel in enumerate(view.panels)
     ]
 

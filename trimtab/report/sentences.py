@@ -9,7 +9,7 @@ from trimtab.analysis.thresholds import CRITICAL_LOGIT, FEWEST_SIZES, HORIZON, N
 from trimtab.report.numbers import between, beyond, count, join, join_rates, number, params, plural
 from trimtab.runs.folder import CONFIG, SIGNALS, STUDY
 
-_NOTES = {
+NOTES = {
     "no runs": f"{{where}} holds no study and no run: there is no {STUDY} and no {CONFIG} in it",
     "not a folder": "{where} is not a folder",
     "bad study": "{where} cannot be read, so its runs are read without it",
@@ -25,6 +25,8 @@ _NOTES = {
     "nothing learned": "{where}: no learning rate improved the loss, so the sensitivity is not meaningful",
     "no first loss": "{where}: the loss before training was not evaluated, so there is no sensitivity",
     "one rate": "{where}: sensitivity needs two learning rates, there is {count}",
+    "few seeds": "{shown}, so random variation cannot be estimated; a second seed would show how much of the "
+    "differences is random",
     "no logits": f"{{where}}: no attention logits were logged ({SIGNALS}), so there is no forecast",
     "few sizes": f"{{where}}: a forecast needs {FEWEST_SIZES} sizes, there are {{count}}",
     "no params": "sizes without a parameter count are in no fit: {shown}",
@@ -39,9 +41,6 @@ _PREDICTED: dict[Outcome, str] = {"fine": "is stable", "uncertain": "is uncertai
 
 
 def note_words(note: Note, results: tuple[Result, ...] = ()) -> str:
-    if note.kind == "few seeds":
-        some = "" if note.of < 2 else "for some cells "
-        return f"{some}there is {plural(note.count, 'seed')} only, so random variation cannot be estimated"
     shown = join(note.items)
     if note.kind in ("failed", "missing", "running", "unreadable"):
         reasons = {result.name: f"{result.name}: {status_words(result)}" for result in results}
@@ -49,7 +48,9 @@ def note_words(note: Note, results: tuple[Result, ...] = ()) -> str:
         shown = "; ".join([*(reasons.get(name, name) for name in note.items), *more])
     elif note.kind == "mixed":
         shown = ", ".join(note.items)
-    return _NOTES[note.kind].format(where=note.where, count=note.count, of=note.of, shown=shown)
+    elif note.kind == "few seeds":
+        shown = f"{'for some cells ' if note.of > 1 else ''}there is only {plural(note.count, 'seed')}"
+    return NOTES[note.kind].format(where=note.where, count=note.count, of=note.of, shown=shown)
 
 
 def notes_words(findings: Findings) -> list[str]:
@@ -87,14 +88,15 @@ def forecast_words(x: Forecast) -> str:
         return f"observed: training diverges at {params(x.fails_at)}"
     if x.outcome == "few sizes":
         return f"a forecast needs {FEWEST_SIZES} sizes, there are {len(x.sizes)}"
+    never = x.outcome == "not within horizon"
     now = f"{number(x.value)} at {params(x.sizes[-1])}"
-    what = f"the largest attention logit, {now}, reaches {number(x.level)}"
+    what = f"the largest attention logit, {now}, {'does not reach' if never else 'reaches'} {number(x.level)}"
     if x.signal == "grad_rms":
-        lost = 1 / (1 + NEAR_EPS)
-        what = f"the gradient RMS, {now}, falls to {number(x.level, 1)}, where ε takes {lost:.0%} of the update,"
-    if x.outcome == "not within horizon":
+        level = f"{number(x.level, 1)}, where ε shortens the update by {1 / (1 + NEAR_EPS):.0%},"
+        what = f"the gradient RMS, {now}, {'does not fall to' if never else 'falls to'} {level}"
+    if never:
         perhaps = f"; at the earliest at {count(x.low)}" if x.low is not None else ""
-        return f"{what} not within {HORIZON:.0f} powers of ten beyond the largest size{perhaps}"
+        return f"{what} within {HORIZON:.0f} powers of ten beyond the largest size{perhaps}"
     if x.outcome == "at largest size":
         return f"by the fit {what} at the largest size, but training did not diverge there"
     return f"{what} at {params(x.fails_at)} ({range_words(x)}), {beyond(x.decades)}"

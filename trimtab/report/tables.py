@@ -1,14 +1,14 @@
 """The page's tables: arms at the largest size, forecasts, the back-test, every run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.analysis.findings import Result, Signal
-from trimtab.analysis.verdict import backtest_factor
+from trimtab.analysis.findings import Fit, Forecast, Result, Signal, Slope
+from trimtab.analysis.measure import group_by
 from trimtab.report.layout import View
-from trimtab.report.numbers import UNKNOWN, between, count, duration, join_rates, link, loss, number, plural, relative
+from trimtab.report.numbers import UNKNOWN, between, capital, count, duration, join_rates, link, loss, number, plural
 from trimtab.report.sentences import forecast_words, range_words, status_words
 from trimtab.runs.folder import FILES
 
@@ -43,17 +43,17 @@ class Table:
     sortable: bool = False
 
 
-def glance(view: View) -> list[Table]:
+def arms(view: View) -> list[Table]:
     """One row per arm, at the largest size it was trained at."""
     rows = []
     for panel in view.panels:
         if curves := view.curves(panel):
             curve = max(curves, key=lambda curve: curve.params or 0)
             spread = between(curve.sensitivity_low, curve.sensitivity_high, loss)
-            fails = Cell(number(curve.failing_lr), curve.failing_lr) if curve.failing_lr else Cell("none", math.inf)
+            fails = _value(curve.failing_lr) if curve.failing_lr else Cell("none", math.inf)
             row = [Cell(view.title(panel), kind="row"), _size(curve.size, curve.params)]
-            row += [Cell(loss(curve.best_loss), curve.best_loss), Cell(number(curve.best_lr), curve.best_lr), fails]
-            rows.append([*row, Cell(loss(curve.sensitivity), curve.sensitivity, spread)])
+            row += [_value(curve.best_loss, loss), _value(curve.best_lr), fails]
+            rows.append([*row, _value(curve.sensitivity, loss, spread)])
     head = ("Arm", "Size", "Best loss", "Best learning rate", "Lowest diverging", "Sensitivity")
     return [Table("Each arm at its largest size", head, rows)] if rows else []
 
@@ -68,7 +68,7 @@ def comparisons(view: View) -> list[Table]:
 
 def slopes(view: View) -> list[Table]:
     rows = [
-        [_text(view.title((x.study, x.arm))), _text(x.along), _text(", ".join(x.sizes)), Cell(loss(x.value))]
+        [_arm(view, x), _text(x.along), _text(", ".join(x.sizes)), Cell(loss(x.value))]
         for x in view.findings.slopes
         if math.isfinite(x.value)
     ]
@@ -81,34 +81,30 @@ def forecasts(view: View, signal: Signal) -> list[Table]:
         if x.signal == signal and x.fails_at is not None:
             small = "observed" if x.seen else range_words(x)
             at = Cell(count(x.fails_at, 3 if x.seen else 2), x.fails_at, small)
-            why = forecast_words(x)
-            rows.append([_lr(x.lr), _text(view.title((x.study, x.arm))), at, _text(why[:1].upper() + why[1:])])
+            why = capital(forecast_words(x))
+            rows.append([_value(x.lr), _arm(view, x), at, _text(why)])
     above = "Diverges above" if signal == "logit_max" else "Near ε above"
     return _folded("Forecast for larger models", ("Learning rate", "Arm", above, "Reason"), rows)
 
 
 def stable(view: View, signal: Signal) -> list[str]:
     """The learning rates without a forecast failure, by arm."""
-    rates: dict[str, list[float]] = {}
-    for x in view.findings.forecasts:
-        if x.signal == signal and x.fails_at is None:
-            rates.setdefault(view.title((x.study, x.arm)), []).append(x.lr)
-    return [f"{arm}: learning rate {join_rates(lrs)}" for arm, lrs in rates.items()]
+    found = [x for x in view.findings.forecasts if x.signal == signal and x.fails_at is None]
+    by_arm = group_by(found, lambda x: view.title((x.study, x.arm)))
+    return [f"{arm}: learning rate {join_rates([x.lr for x in those])}" for arm, those in by_arm.items()]
 
 
 def backtests(view: View, signal: Signal) -> list[Table]:
     rows, worst = [], 0.0
     for fit in view.findings.fits:
         if fit.signal == signal and (test := fit.backtest) is not None:
-            values = [Cell(number(x), x) for x in (test.predicted, test.measured)]
             off = Cell(f"{number(test.factor, 2)}×", test.factor)
-            size = Cell(count(test.params), test.params)
-            rows.append([_lr(fit.lr), _text(view.title((fit.study, fit.arm))), size, *values, off])
-            worst = max(worst, backtest_factor(fit))
+            values = [_value(test.params, count), _value(test.predicted), _value(test.measured), off]
+            rows.append([_value(fit.lr), _arm(view, fit), *values])
+            worst = max(worst, test.factor)
     head = ("Learning rate", "Arm", "Size", "Predicted", "Measured", "Off by")
-    title = (
-        f"Back-test: the largest size predicted from the smaller ones, off by a factor of {number(worst, 2)} at most"
-    )
+    most = f"off by a factor of {number(worst, 2)} at most"
+    title = f"Back-test: the largest size predicted from the smaller ones, {most}"
     return [Table("Back-test", head, rows, folded=title)] if rows else []
 
 
@@ -132,16 +128,16 @@ def _run_row(view: View, run: Result, folder: Path) -> list[Cell]:
     above = run.score - curve.best_loss if curve is not None else math.nan
     why = status_words(run)
     there = [path for name in FILES if (path := run.folder / name).is_file()]
-    links = [(link(way), path.stem) for path in there if (way := relative(path, folder)) is not None]
+    links = [(address, path.stem) for path in there if (address := link(path, folder)) is not None]
     return [
         Cell(run.name, kind="row"),
         _size(run.size, run.params),
-        _lr(run.lr),
-        _text(view.title((run.study, run.arm))),
+        _value(run.lr),
+        _arm(view, run),
         Cell(str(run.seed), run.seed),
         Cell(run.status.value, small=why if why != run.status.value else "", kind="status"),
         Cell(loss(run.loss) if not math.isinf(run.loss) else "stopped early", run.loss),
-        Cell(loss(above), above),
+        _value(above, loss),
         Cell(f"{run.steps:,}", run.steps),
         Cell(duration(run.seconds) if run.seconds else UNKNOWN, run.seconds or None),
         Cell("" if links else UNKNOWN, kind="files", links=tuple(links)),
@@ -152,8 +148,12 @@ def _size(size: str, params: int | None) -> Cell:
     return Cell(size, params, count(params) if params else "")
 
 
-def _lr(lr: float) -> Cell:
-    return Cell(number(lr), lr)
+def _value(x: float, text: Callable[[float], str] = number, small: str = "") -> Cell:
+    return Cell(text(x), x, small)
+
+
+def _arm(view: View, x: Result | Slope | Fit | Forecast) -> Cell:
+    return _text(view.title((x.study, x.arm)))
 
 
 def _text(text: str) -> Cell:

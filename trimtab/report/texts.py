@@ -26,15 +26,15 @@ WORDS = {
     "sensitivity": Words(
         "Sensitivity",
         "Sensitivity against size",
-        "The mean loss above the best one over three decades of learning rates; 0 means that every learning rate is as "
-        "good. If it grows with the size here, expect more in a larger model.",
+        "The mean loss over three decades of learning rates, minus the lowest loss. 0 means that all learning rates "
+        "are equally good. If it grows with the size here, expect it to grow further in larger models.",
         "Sensitivity needs finished runs at two or more learning rates of one arm and size.",
     ),
     "logits": Words(
         "Attention logits",
         "Attention logits against size",
-        "With large attention logits the softmax is nearly one-hot, and training diverges. They grow with the size and "
-        "the learning rate, so a fit over the sizes forecasts at which size a learning rate diverges.",
+        "Large attention logits make the softmax nearly one-hot, and training diverges. Attention logits grow with "
+        "the size and the learning rate, so a fit over the sizes forecasts the size at which a learning rate diverges.",
         f"No run has attention logits in its {SIGNALS}, so there is no forecast. Set `watch.every` above 0.",
     ),
     "gradients": Words(
@@ -54,6 +54,6 @@ WORDS = {
     "runs": Words("All runs", "All runs", missing="There are no runs yet."),
     "made": Words("Reproduce", "How to reproduce this page"),
 }
-ABOVE_BEST = "Above best: the loss above the best one of the same arm and size. Its mean is the sensitivity."
+ABOVE_BEST = "Above best: the loss minus the lowest loss of the same arm and size. Its mean is the sensitivity."
 NO_PANEL = "No finished run has these data yet."
 NO_SCRIPT = "The charts need JavaScript, which is disabled here. All numbers are in the tables and files below."

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from statistics import median
 
 from trimtab.analysis.findings import Curve, Findings, Status
+from trimtab.analysis.measure import group_by
 from trimtab.analysis.thresholds import NEAR_EPS
-from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, backtest_factor, judge
-from trimtab.report.numbers import beyond, count, factor, join, number, params, plural
+from trimtab.analysis.verdict import ArmVerdict, Sign, StudyVerdict, judge
+from trimtab.report.numbers import beyond, capital, count, factor, join, number, params, plural
 from trimtab.report.sentences import critical_words, range_words
 
 _SIGNS: dict[Sign, str] = {
@@ -15,7 +16,7 @@ _SIGNS: dict[Sign, str] = {
     "logz": "drifting output logits",
     "spike": "a loss spike",
     "eps": "gradients near ε",
-    "none": "no watched signal",
+    "none": "none of the watched signals",
 }
 
 
@@ -23,7 +24,7 @@ def verdict_words(findings: Findings) -> list[str]:
     if not any(result.finished for result in findings.results):
         return list(_nothing(findings))
     words = []
-    for study in judge(findings):
+    for study in (judge(findings, source) for source in findings.studies):
         prefix = f"{study.source.name}: " if len(findings.studies) > 1 else ""
         words += [f"{prefix}{sentence}" for sentence in _study(findings, study)]
     return [*words, *_missing(findings)]
@@ -49,24 +50,24 @@ def _study(findings: Findings, study: StudyVerdict) -> Iterator[str]:
     yield from _sensitivity(study)
     for arm in study.arms:
         if arm.causes:
-            signs = join([f"{_SIGNS[sign]} in {many}" for sign, many in arm.causes.items()])
+            signs = join([f"{_SIGNS[sign]} in {plural(many, 'run')}" for sign, many in arm.causes.items()])
             failed = plural(sum(arm.causes.values()), "diverging run")
-            yield f"First sign in the {failed} of {arm.arm}: {signs}."
+            yield f"First abnormal signal in the {failed} of {arm.arm}: {signs}."
     yield from _effects(study)
     yield from _forecasts(findings, study)
     if study.backtests:
-        worst = study.backtests[-1]
+        middle, (worst, fit) = median(factor for factor, _ in study.backtests), study.backtests[-1]
         yield (
             "Back-test: the attention logits of the largest size, predicted from the smaller ones, are off by a factor "
-            f"of {median(map(backtest_factor, study.backtests)):.1f} (median of {plural(len(study.backtests), 'fit')}) "
-            f"and {backtest_factor(worst):.1f} at most ({worst.arm}, learning rate {number(worst.lr)})."
+            f"of {middle:.1f} (median of {plural(len(study.backtests), 'fit')}) and {worst:.1f} at most ({fit.arm}, "
+            f"learning rate {number(fit.lr)})."
         )
 
 
 def _headline(study: StudyVerdict) -> str:
     parts = [_outcome(arm) for arm in study.arms]
     text = "; ".join(parts[:4]) + (f"; {len(parts) - 4} more arms" if len(parts) > 4 else "")
-    return (text[:1].upper() + text[1:] if study.arms[0].arm.isalpha() else text) + "."
+    return (capital(text) if study.arms[0].arm.isalpha() else text) + "."
 
 
 def _outcome(arm: ArmVerdict) -> str:
@@ -83,7 +84,7 @@ def _outcome(arm: ArmVerdict) -> str:
         start = "at" if arm.failing.size == largest.size else "from"
         text = f"{name} diverges at learning rate {number(arm.failing.failing_lr)} {start} {_size(arm.failing)}"
     if arm.ahead:
-        text += f" (forecast: at {number(arm.ahead[0].lr)} above {count(arm.ahead[0].fails_at, 2)})"
+        text += f" (forecast: at learning rate {number(arm.ahead[0].lr)} above {count(arm.ahead[0].fails_at, 2)})"
     return text
 
 
@@ -108,24 +109,27 @@ def _sensitivity(study: StudyVerdict) -> Iterator[str]:
 
 
 def _values(one: Curve, other: Curve) -> str:
-    """Both values, if they cover all learning rates: otherwise they are not comparable."""
+    """Both values, if they cover all learning rates; otherwise they are not comparable."""
     if one.missing or other.missing:
         return ", over the learning rates that both have"
-    windows = [f"learning rates {number(curve.window[0])}–{number(curve.window[1])}" for curve in (one, other)]
-    values = [f"{curve.sensitivity:.2f}" for curve in (one, other)]
-    if windows[0] == windows[1]:
-        return f": {values[0]} and {values[1]} nats of loss on average over {windows[0]}"
-    return f": {values[0]} nats of loss on average over {windows[0]}, {values[1]} over {windows[1]}"
+    rates = [f"learning rates {number(curve.window[0])}–{number(curve.window[1])}" for curve in (one, other)]
+    values = [f"{one.sensitivity:.2f} nats above the minimum for {one.arm}", f"{other.sensitivity:.2f} for {other.arm}"]
+    if rates[0] == rates[1]:
+        return f". The mean loss over {rates[0]} is {values[0]} and {values[1]}"
+    return f". The mean loss is {values[0]} (over {rates[0]}) and {values[1]} (over {rates[1]})"
 
 
 def _effects(study: StudyVerdict) -> Iterator[str]:
-    by_effect = {effect: [arm for arm in study.arms if arm.effect == effect] for effect in ("cures", "delays", "none")}
-    if cures := by_effect["cures"]:
-        yield f"With {join([arm.arm for arm in cures])} no learning rate diverges at {_size(study.arms[0].largest)}."
-    for arm in by_effect["delays"]:
-        yield f"{arm.arm} raises the lowest diverging learning rate to {number(arm.largest.failing_lr)}."
-    if same := by_effect["none"]:
-        yield f"{join([arm.arm for arm in same])} does not raise the lowest diverging learning rate."
+    by_effect = group_by(study.arms, lambda arm: arm.effect)
+    if prevents := by_effect.get("prevents"):
+        size = _size(study.arms[0].largest)
+        yield f"With {join([arm.arm for arm in prevents])} no learning rate that was run diverges at {size}."
+    for arm in by_effect.get("raises", []):
+        rates = f"from {number(study.arms[0].largest.failing_lr)} to {number(arm.largest.failing_lr)}"
+        yield f"{arm.arm} raises the lowest diverging learning rate {rates} at {_size(arm.largest)}."
+    if same := by_effect.get("none"):
+        do = "does" if len(same) == 1 else "do"
+        yield f"{join([arm.arm for arm in same])} {do} not raise the lowest diverging learning rate."
 
 
 def _forecasts(findings: Findings, study: StudyVerdict) -> Iterator[str]:
@@ -137,8 +141,8 @@ def _forecasts(findings: Findings, study: StudyVerdict) -> Iterator[str]:
         if (near := arm.near_eps) is not None:
             size = f"{count(near.fails_at, 2)} parameters ({range_words(near)})"
             yield (
-                f"Forecast for {arm.arm}: at learning rate {number(near.lr)} gradients come within {NEAR_EPS:.0f} "
-                f"times Adam's ε above {size}; a smaller ε avoids it."
+                f"Forecast for {arm.arm}: at learning rate {number(near.lr)} the gradient RMS falls below "
+                f"{NEAR_EPS:.0f} times Adam's ε above {size}. A smaller ε avoids it."
             )
     if any((x.signal, x.study) == ("logit_max", study.source.name) for x in findings.forecasts):
         critical = findings.critical
@@ -149,10 +153,8 @@ def _missing(findings: Findings) -> Iterator[str]:
     unfinished = sum(not result.finished for result in findings.results)
     if unfinished:
         yield f"{unfinished} of {plural(len(findings.results), 'cell')} have no result."
-    if findings.curves and all(max(curve.seeds) < 2 for curve in findings.curves):
-        yield "There is one seed only; a second one would show how much of the differences is random."
     if findings.notes:
-        yield f"See the {plural(len(findings.notes), 'note')} on missing and mixed data."
+        yield f"{plural(len(findings.notes), 'note')} on missing or mixed data: see below."
 
 
 def _size(curve: Curve) -> str:
