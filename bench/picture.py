@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 
 LARGEST = 400_000  # bytes
 WIDTH = 1120  # CSS pixels

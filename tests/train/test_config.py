@@ -9,11 +9,12 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 
 from tests.train.runs import tiny, tiny_clip
+from trimtab.hints import did_you_mean
 from trimtab.nn import ConfigError
 from trimtab.recipes import RECIPES
 from trimtab.schedule import LearningRate, SeqLenWarmup
 from trimtab.train import BatchConfig, ModuleRun, OptimConfig, ScheduleConfig
-from trimtab.train.config import FREE, ModuleConfig, did_you_mean, differences, from_json, kind_of, to_json, with_values
+from trimtab.train.config import FREE, ModuleConfig, differences, from_json, kind_of, to_json, with_values
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from trimtab.analysis import spikes
 from trimtab.analysis.spikes import PAPER, SpikeRules
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 from trimtab.runs.reader import Floats, Ints, Run, read_run
 
 ANY = "any tensor"

@@ -66,7 +66,7 @@ def report_error(error: Exception) -> int:
 
 def is_bad_input(error: Exception) -> bool:
     """Whether a check of Trimtab raised the error. A ValueError from any other place is a bug."""
-    from trimtab.extras import MissingExtra
+    from trimtab.hints import MissingExtra
     from trimtab.runs import RunError
     from trimtab.train import CheckpointError
     from trimtab.train.config import ConfigError

@@ -53,7 +53,7 @@ def parse(commands: Commands, words: list[str]) -> Callable[[], int]:
             print(f"  {known:12} {(function.__doc__ or '').splitlines()[0]}")
         sys.exit(0 if name else BAD_INPUT)
     if name not in commands:
-        from trimtab.train.config import did_you_mean
+        from trimtab.hints import did_you_mean
 
         refuse(f"unknown command {name!r}.{did_you_mean(name, commands)} `trimtab --help` lists the commands")
     parameters = inspect.signature(commands[name]).parameters
@@ -100,7 +100,7 @@ def _normal(option: str) -> str:
 def _check(option: str | None, known: list[str]) -> None:
     """tyro reports an unknown option; this also reports the one that was probably meant."""
     if option is not None and _normal(option) not in (*known, *HELP):
-        from trimtab.train.config import did_you_mean
+        from trimtab.hints import did_you_mean
 
         hint = did_you_mean(_normal(option), known)
         refuse(f"unrecognized option {option}{'.' + hint if hint else '; --help lists the options'}")

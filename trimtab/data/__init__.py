@@ -8,7 +8,7 @@ from trimtab.data.pictures import Pair
 from trimtab.data.prefetch import Batches, Prefetcher
 from trimtab.data.shards import pack_pairs, read_shards, write_shards
 from trimtab.data.tokenizers import TextTokenizer, load_tokenizer
-from trimtab.extras import MissingExtra
+from trimtab.hints import MissingExtra
 
 __all__ = [
     "Batches",

@@ -24,7 +24,8 @@ class TextBatches(Ordered):
     Args:
         context: tokens per row.
         seed: defines a permutation of the windows for every epoch.
-        rank, world: this process's part of each batch.
+        rank: number of this process.
+        world: number of processes; each returns its part of every batch.
 
     Attributes:
         windows: number of windows in an epoch.

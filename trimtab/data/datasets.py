@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.data.sources import PIECE, Documents, Source, Survey, cut_pieces, is_validation
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 
 COLUMN = "text"
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 
 COLOURS = {
     "red": (214, 39, 40),

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab.data.pictures import Pair, find_concept, read_picture
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 
 PICTURES = ("png", "jpg", "jpeg", "webp")  # decoded by Pillow
 ENDING = 1024  # zero bytes at the end of every POSIX tar file

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 
 END = "<|end|>"  # the end of a document in the output of `decode`
 FOREIGN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of other tokenizers

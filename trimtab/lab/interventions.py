@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
+from trimtab.hints import did_you_mean
 from trimtab.lab.subjects import with_steps
 from trimtab.train.config import (
     ConfigError,
@@ -21,7 +22,6 @@ from trimtab.train.config import (
     ModuleRun,
     OptimConfig,
     RunConfig,
-    did_you_mean,
     kind_of,
     with_model,
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.data.cache import cache_dir
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 from trimtab.runs.folder import CELLS, CHECKPOINTS, RESULT
 
 

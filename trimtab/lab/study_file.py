@@ -27,10 +27,11 @@ from typing import Any
 
 import msgspec
 
+from trimtab.hints import did_you_mean
 from trimtab.lab.sizes import Size, parse_sizes
 from trimtab.lab.study import LRS, QUESTION, SEEDS, SIZES, Arm, Study, compare
 from trimtab.lab.subjects import open_subject
-from trimtab.train.config import ConfigError, did_you_mean, flatten, with_values
+from trimtab.train.config import ConfigError, flatten, with_values
 
 # Type and example of each key.
 KEYS: dict[str, tuple[Any, str]] = {

@@ -6,8 +6,9 @@ open_subject("my_project.small:build")         a function that returns a model a
 
 from dataclasses import replace
 
+from trimtab.hints import did_you_mean
 from trimtab.recipes import RECIPES
-from trimtab.train.config import ConfigError, Run, RunConfig, did_you_mean
+from trimtab.train.config import ConfigError, Run, RunConfig
 from trimtab.train.module import module_run
 
 

@@ -33,7 +33,8 @@ class ErrorAnalysis:
         method: the data type; "quadratic" is what the optimizers use by default.
         block: values per scale; None is one scale for the whole tensor.
         eps: as in the update.
-        smallest, largest: tensors with fewer or more values are left out, as the paper leaves out embeddings.
+        smallest: tensors with fewer values are left out.
+        largest: tensors with more values are left out, as the paper leaves out embeddings.
     """
 
     def __init__(

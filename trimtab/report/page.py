@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.analysis.findings import Findings, Signal
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 from trimtab.report import charts, files, growth, tables, training
 from trimtab.report.layout import Figure, Legend, Panel, View
 from trimtab.report.numbers import count, duration, join, number, plural

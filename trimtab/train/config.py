@@ -7,19 +7,19 @@ There is one class per kind of model: `GPTRun`, `CLIPRun`, and `ModuleRun` for a
     from_json(to_json(config)) == config
 """
 
-import difflib
 import functools
 import json
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from trimtab.hints import did_you_mean
 from trimtab.nn import CLIPConfig, GPTConfig
 from trimtab.nn import ConfigError as ConfigError
 from trimtab.runs import RunError, RunFolder, SavedConfig
@@ -329,20 +329,6 @@ def with_values(config: Run, values: Mapping[str, Any]) -> Run:
                 raise ConfigError(f"{name}: {group} has no fields")
         place[last] = _convert(value, kind, name)
     return cast(Run, from_json(data))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A hint at the known (dotted) name that is meant, or "": the same last part, its initials, or similar letters."""
-    known = list(known)
-    group, _, name = word.rpartition(".")
-    beside = [other for other in known if other.rpartition(".")[0] == group]
-    name = name.lstrip("-")
-    initials = "".join(part[:1] for part in re.split("[-_]", name))
-    ends = [(other, other.rpartition(".")[2].lstrip("-")) for other in (*beside, *known)]
-    meant = [other for wanted in (name, initials) for other, end in ends if end == wanted]
-    meant = meant or difflib.get_close_matches(word, beside if group else [], n=1, cutoff=0.7)
-    meant = meant or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {meant[0]!r}?" if meant else ""
 
 
 _FOLLOWS = {"schedule.seqlen.end": "model.context", "schedule.batch.end": "batch"}

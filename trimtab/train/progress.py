@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 from trimtab.runs import StepRecord
 from trimtab.train.config import RunConfig
 

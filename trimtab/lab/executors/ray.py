@@ -15,7 +15,7 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
-from trimtab.extras import load_extra
+from trimtab.hints import load_extra
 from trimtab.lab.executors import Job, Outcome
 
 PATIENCE_S = 20.0  # for workers that are stopping
