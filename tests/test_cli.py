@@ -211,7 +211,7 @@ def test_an_option_that_does_not_exist_is_refused_with_the_one_that_was_meant(ca
         (["--data.tokenizer", "words"], "words"),
         (["--model.vocab", "256"], "model.vocab=256 is too small for the 257 tokens"),
         (["--data.corpus", "big.bin"], "is too small for the 60001 tokens of big.bin"),
-        (["--schedule.lr.warmup", "100", "--schedule.lr.decay-unit", "steps"], "ends before warmup=100 ends"),
+        (["--schedule.lr.warmup", "100", "--schedule.lr.decay-unit", "steps"], "ends before warmup=100"),
         (["--optim.betas", "0.9", "1.5"], "beta"),
     ],
 )
