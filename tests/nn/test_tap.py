@@ -106,7 +106,7 @@ def test_nothing_is_left_behind():
     tree = Tree()
     with pytest.raises(ZeroDivisionError), listen(tree, lambda *_: 1 / 0):
         tree(torch.ones(1))
-    assert module._listeners == []
+    assert module._running == []
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in tree.modules())
 
 
@@ -202,6 +202,23 @@ def test_a_compiled_model_is_one_graph_without_listeners_and_calls_them_if_there
     free = torch.compile(tree, backend="eager")
     assert record(free, x) == ["in", "left.double", "branch.0.double", "branch.1.double", "out"]
     torch.testing.assert_close(whole(x), 8 * x)
+    torch._dynamo.reset()
+
+
+def test_a_listener_that_is_never_closed_changes_no_other_model_and_is_freed_with_its_own():
+    torch._dynamo.reset()
+    forgotten, tree, names = Tree(), Tree(), []
+    forgotten.listening = listen(forgotten, lambda name, _: names.append(name))
+    forgotten.listening.__enter__()
+    forgotten(torch.ones(1))
+    assert len(names) == 5
+    compiled = torch.compile(tree, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(1)), torch.full((1,), 8.0))
+    assert len(names) == 5
+    model = weakref.ref(forgotten)
+    del forgotten
+    gc.collect()
+    assert model() is None
     torch._dynamo.reset()
 
 

@@ -4,9 +4,9 @@
         model(tokens)                       # blocks.0.attention.logits tensor(1.9)  ...
 
 A name is relative to the running module; the handler gets the full path. The path comes from hooks that `listen` adds
-to the modules and removes again, so a model without listeners pays one test per tap and compiles into one graph. The
-handler gets the value detached; it is not stored. A value that activation checkpointing recomputes in the backward pass
-is passed once. Compute an expensive value only if `has_listener(name)`.
+to the modules and removes again. A model without listeners pays one test per tap and compiles into one graph, also
+while another model has listeners. The handler gets the value detached; it is not stored. A value that activation
+checkpointing recomputes in the backward pass is passed once. Compute an expensive value only if `has_listener(name)`.
 """
 
 import threading
@@ -26,14 +26,14 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 def tap(x: Tensor, name: str) -> Tensor:
     """Pass `x` to the listeners of this name, and return it."""
-    if _listeners:
+    if _running:
         _call_handlers(x, name)
     return x
 
 
 def has_listener(name: str) -> bool:
     """Whether a listener is registered for this name in the running module."""
-    return bool(_listeners) and _any_listener(name)
+    return bool(_running) and _any_listener(name)
 
 
 @contextmanager
@@ -49,13 +49,12 @@ def listen(model: nn.Module, handler: Handler, patterns: str | Sequence[str] = (
         hooks.append(module.register_forward_pre_hook(partial(listener.enter, path)))
         # also if forward raises: otherwise the path would be wrong afterwards
         hooks.append(module.register_forward_hook(partial(listener.leave, path), always_call=True))
-    _listeners.append(listener)
     try:
         yield
     finally:
-        _listeners.remove(listener)
         for hook in hooks:
             hook.remove()
+        listener.stop()
 
 
 def strip_wrappers(name: str) -> str:
@@ -77,12 +76,21 @@ class _Listener(threading.local):
 
     def enter(self, path: str, *_: Any) -> None:
         if not path:  # a new forward pass: discard what an interrupted one left
-            self.path.clear()
+            self.stop()
+        if not self.path:
+            _running.append(self)
         self.path.append(path)
 
     def leave(self, path: str, *_: Any) -> None:
         if self.path and self.path[-1] == path:
             self.path.pop()
+            if not self.path:
+                _running.remove(self)
+
+    def stop(self) -> None:
+        if self.path:
+            self.path.clear()
+            _running.remove(self)
 
     def full_name(self, name: str) -> str | None:
         """The full path of a tap in the running module, if it matches a pattern."""
@@ -92,7 +100,9 @@ class _Listener(threading.local):
         return path if any(fnmatchcase(path, pattern) for pattern in self.patterns) else None
 
 
-_listeners: list[_Listener] = []
+# One entry per listener and thread in which its model is running. Otherwise only the hooks of the model refer to a
+# listener, so that one that was never closed is freed with its model.
+_running: list[_Listener] = []
 
 
 # Not torch.compiler.disable, which would import the compiler.
@@ -100,7 +110,7 @@ _listeners: list[_Listener] = []
 def _call_handlers(x: Tensor, name: str) -> None:
     if _recomputing():
         return
-    for listener in tuple(_listeners):
+    for listener in dict.fromkeys(_running):
         path = listener.full_name(name)
         if path is not None:
             listener.handler(path, x.detach())
@@ -108,7 +118,7 @@ def _call_handlers(x: Tensor, name: str) -> None:
 
 @torch._disable_dynamo
 def _any_listener(name: str) -> bool:
-    return not _recomputing() and any(listener.full_name(name) is not None for listener in _listeners)
+    return not _recomputing() and any(listener.full_name(name) is not None for listener in dict.fromkeys(_running))
 
 
 def _recomputing() -> bool:
