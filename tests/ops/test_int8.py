@@ -127,9 +127,13 @@ def test_every_way_to_multiply_gives_the_same(monkeypatch, product, has_native):
     monkeypatch.setattr(backends, "int8_product", lambda: (product, "by order of the test"))
     if not has_native:
         monkeypatch.setattr(backends, "native", None)
-    a, b, row, column, bias = codes(20, 70), codes(70, 30, 1), torch.rand(20), torch.rand(30), torch.rand(30)
-    expected = int8.matmul_reference(a, b, row, column, bias, torch.float32)
-    assert_same(int8.int8_matmul(a, b, row, column, bias), expected)
+    # A dimension of size 1 has any stride: a column seen as a row has another one than a row.
+    for rows, inner, columns in ((20, 70, 30), (1, 1, 13), (1, 70, 30), (20, 1, 30), (20, 70, 1)):
+        row, column, bias = torch.rand(rows), torch.rand(columns), torch.rand(columns)
+        for a in (codes(rows, inner), codes(inner, rows).t()):
+            for b in (codes(inner, columns, 1), codes(columns, inner, 1).t()):
+                expected = int8.matmul_reference(a, b, row, column, bias, torch.float32)
+                assert_same(int8.int8_matmul(a, b, row, column, bias), expected)
 
 
 def test_the_backend_of_the_product_is_known():

@@ -191,7 +191,7 @@ def matmul_cpu(
     if product == "reference" or 0 in (*a.shape, *b.shape):
         return matmul_reference(a, b, a_absmax, b_absmax, bias, dtype)
     if backends.native is None:
-        return rescale_reference(torch._int_mm(a, b), a_absmax, b_absmax, bias, dtype)
+        return rescale_reference(_int_mm(a, b), a_absmax, b_absmax, bias, dtype)
     row, column = a_absmax / 127, b_absmax / 127
     bias = None if bias is None else bias.float()
     out = backends.empty((a.shape[0], b.shape[1]), dtype)
@@ -199,13 +199,22 @@ def matmul_cpu(
     last = (0 if bias is None else bias.data_ptr(), out.data_ptr(), backends.DTYPE_CODES[dtype])
     rest = (*scales, *last, torch.get_num_threads())
     if product == "onednn":
-        total = torch._int_mm(a, b)
+        total = _int_mm(a, b)
         backends.native.rescale(total.data_ptr(), *total.shape, *rest)
     else:
         plain = a.is_contiguous(), b.is_contiguous()
         sizes = (a.shape[1], a.shape[0], b.shape[1])
         backends.native.matmul(a.data_ptr(), not plain[0], b.data_ptr(), not plain[1], *sizes, *rest)
     return out
+
+
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """`torch._int_mm` with the strides that it expects.
+
+    With VNNI it uses the stride of a dimension of size 1, which a view of a column as a row leaves at 1: the sums would
+    be wrong.
+    """
+    return torch._int_mm(*(x.flatten().view(x.shape) if x.is_contiguous() else x for x in (a, b)))
 
 
 if backends.native is not None:
