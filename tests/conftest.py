@@ -6,7 +6,9 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,16 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
     same = (got == expected) | (got.isnan() & expected.isnan()) if got.is_floating_point() else got == expected
     wrong = (~same).nonzero()
     assert same.all(), f"{len(wrong)} of {got.numel()} differ, first at {wrong[0].tolist()}"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The numbers that tests counted with `record_property`: damaged files, kills, command lines."""
+    counts = Counter[str]()
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties if report.when == "call" else ():
+            counts[name] += value
+    if counts:
+        terminalreporter.write_line("counted: " + ", ".join(f"{value} {name}" for name, value in counts.items()))
 
 
 @pytest.fixture(autouse=True, scope="session")

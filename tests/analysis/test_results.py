@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,12 +129,12 @@ def _gone(folder: Path) -> None:
     [
         (_cut, "running", ""),
         (_gone, "missing", ""),
-        (_empty, "unreadable", "config.json: not valid JSON"),
-        (_not_json("config.json"), "unreadable", "config.json: not valid JSON"),
-        (_not_json("result.json"), "unreadable", "result.json: not valid JSON"),
+        (_empty, "unreadable", "config.json is damaged: it is not JSON"),
+        (_not_json("config.json"), "unreadable", "config.json is damaged: it is not JSON"),
+        (_not_json("result.json"), "unreadable", "result.json is damaged: it is not JSON"),
         (_folder_for_a_file, "unreadable", "Is a directory"),
-        (_all_null, "done", "done"),
-        (lambda folder: (folder / "config.json").unlink(), "unreadable", "config.json: No such file"),
+        (_all_null, "unreadable", "config.json is of another cell"),
+        (lambda folder: (folder / "config.json").unlink(), "unreadable", "there is no config.json"),
     ],
 )
 def test_damage_is_a_status_and_a_note(tmp_path: Path, damage: Callable[[Path], None], status: str, why: str) -> None:
@@ -142,7 +143,7 @@ def test_damage_is_a_status_and_a_note(tmp_path: Path, damage: Callable[[Path], 
     assert why in result.why
     findings = read([tmp_path])
     assert len(findings.curves) == 1
-    assert status == "done" or Note(kind=status, count=1, of=2, items=(result.name,)) in findings.notes
+    assert Note(kind=status, count=1, of=2, items=(result.name,)) in findings.notes
 
 
 def _with_leaves(data: Any, value: Any) -> Any:
@@ -305,3 +306,20 @@ def test_a_damaged_count_of_parameters_is_no_count(tmp_path: Path) -> None:
     for wrong in ("-5", "0", "1e400", '"many"'):
         (folder / "config.json").write_text(re.sub(r'"params": \d+', f'"params": {wrong}', text))
         assert read([folder]).results[0].params != -5
+
+
+def test_a_cell_outside_of_its_study_is_not_read(tmp_path):
+    study = grid(lrs=(0.01, 0.1), seeds=(0,), sizes=("2x16",))
+    write_study(tmp_path / "other", study)
+    write_study(tmp_path / "mine", study)
+    first, second, *_ = study.cells()
+    folder = tmp_path / "mine" / first.folder
+    shutil.rmtree(folder)
+    folder.symlink_to(tmp_path / "other" / first.folder)
+    data = json.loads((tmp_path / "mine" / "study.json").read_text())
+    data["cells"][1]["folder"] = f"../other/{second.folder.as_posix()}"
+    data["cells"][2]["folder"] = "\0"
+    (tmp_path / "mine" / "study.json").write_text(json.dumps(data))
+    findings = read([tmp_path / "mine"])
+    assert len(findings.results) == len(study.cells()) - 3
+    assert Note(kind="bad cells", where=str(tmp_path / "mine" / "study.json"), count=3) in findings.notes

@@ -1,9 +1,14 @@
-"""Corpora for tests: in memory, or written to a folder."""
+"""Corpora for tests, in memory or written to a folder, and what a refusal looks like."""
 
 import hashlib
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from trimtab.data.corpus import Corpus
 from trimtab.data.tokenizers import Ids
@@ -30,3 +35,26 @@ def documents(tokens: np.ndarray, end: int) -> list[bytes]:
     return [part.astype(np.uint8).tobytes() for part in np.split(tokens, cuts)[:1]] + [
         part[1:].astype(np.uint8).tobytes() for part in np.split(tokens, cuts)[1:]
     ]
+
+
+@contextmanager
+def assert_refused(message: str) -> Iterator[None]:
+    """A ValueError in one printable line, raised by a check of ours (the command line shows any other as a bug), within
+    seconds (a pipe blocks forever)."""
+    before = signal.signal(signal.SIGALRM, _fail)
+    signal.alarm(10)
+    try:
+        with pytest.raises(ValueError, match=message) as raised:
+            yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert str(raised.value).isprintable(), repr(str(raised.value))
+    assert len(str(raised.value)) < 2000
+    last = traceback.extract_tb(raised.value.__traceback__)[-1]
+    assert Path(last.filename).parent.name == "data", last
+    assert (last.line or "").startswith("raise "), last
+
+
+def _fail(*_: object) -> None:
+    raise AssertionError("it takes forever")

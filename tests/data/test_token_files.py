@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.corpora import write_files
+from tests.data.corpora import assert_refused, write_files
 from trimtab.data import TextBatches, open_corpus
 from trimtab.data import token_files as token_files_module
 
@@ -121,3 +121,32 @@ def test_broken_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             open_corpus(tmp_path / name, cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"3",
+        b"null",
+        b'"uint16"',
+        b'{"dtype": 3}',
+        b'{"dtype": null}',
+        b"{",
+        b"\xff",
+        b'{"dtype":' * 100_000,
+    ],
+)
+def test_a_damaged_meta_json_is_one_clear_line_with_its_name(raw, nano, tmp_path):
+    (nano / "meta.json").write_bytes(raw)
+    with assert_refused(r"nano/meta\.json is not a description of tokens: "):
+        open_corpus(nano, cache=tmp_path / "cache")
+    (nano / "meta.json").write_bytes(b'{"dtype": "\\u001b[31m"}')
+    with assert_refused(r"nano/meta\.json has dtype '\\x1b\[31m'; tokens are uint16 or uint32"):
+        open_corpus(nano, cache=tmp_path / "cache")
+
+
+def test_a_meta_json_without_dtype_is_of_uint16(nano, tmp_path):
+    (nano / "meta.json").write_text('{"vocab_size": 65, "stoi": {"a": [1]}}')
+    assert open_corpus(nano, cache=tmp_path / "cache").tokens("train").dtype == np.uint16

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.corpora import write_files
+from tests.data.corpora import assert_refused, write_files
 from trimtab.data import MissingExtra, load_tokenizer, open_corpus
 from trimtab.data import corpus as corpus_module
 from trimtab.data.tokenizers import BPE, Bytes, Ids, TextTokenizer, check_spec, train_bpe
@@ -139,6 +139,8 @@ def test_a_large_vocabulary_is_kept_in_wide_tokens(tmp_path, monkeypatch):
         ("bpe", "unknown tokenizer 'bpe'"),
         ("bpe:4k", "unknown tokenizer 'bpe:4k'"),
         ("file:", "unknown tokenizer 'file:'"),
+        ("bpe:1048577", "is larger than any vocabulary; try 'bpe:1048576' or less"),
+        ("bpe:" + "9" * 9999, "is larger than any vocabulary"),
         ("bpe:256", "has no room for 256 bytes and an end token; try 'bpe:257'"),
     ],
 )
@@ -175,3 +177,76 @@ def test_foreign_ids_and_files_are_refused(bpe, tmp_path):
             load_tokenizer(tmp_path / name)
     with pytest.raises(ValueError, match=r"not a tokenizer\.json of the package tokenizers"):
         load_tokenizer(tmp_path / "c.json")
+
+
+DAMAGED = [
+    b"",
+    b"[]",
+    b"3",
+    b"null",
+    b"{}",
+    b"\xff",
+    b"[" * 100_000,
+    b'{"model":' * 100_000,
+    b'{"model": null}',
+    b'{"model": ' + b"[" * 500 + b"]" * 500 + b"}",
+    b'{"kind": "bpe"}',
+    b'{"kind": "bpe", "tokenizer": 3}',
+    b'{"kind": "ids"}',
+    b'{"kind": "ids", "vocab": "3"}',
+    b'{"kind": "ids", "vocab": true}',
+    b'{"kind": "ids", "vocab": -1}',
+    b'{"kind": "ids", "vocab": 99999999999999999999999}',
+    b'{"kind": ["bytes"]}',
+    b'{"kind": "\x1b[31m"}',
+    b'{"model": {"type": "\\u001b[31m\\n"}}',
+    b"\x80\x04\x95\x00",
+]
+
+
+@pytest.mark.parametrize("raw", DAMAGED)
+def test_a_damaged_tokenizer_is_one_clear_line_with_its_name(raw, tmp_path):
+    pytest.importorskip("tokenizers")
+    text = write_files(tmp_path / "text", {"a.txt": "one two"})
+    nano = write_files(tmp_path / "nano", {"train.bin": b"abcd", "val.bin": b"ab", "tokenizer.json": raw})
+    for call in (
+        lambda: load_tokenizer(nano / "tokenizer.json"),
+        lambda: open_corpus(text, tokenizer=f"file:{nano / 'tokenizer.json'}", cache=tmp_path / "cache"),
+        lambda: open_corpus(nano, cache=tmp_path / "cache"),
+    ):
+        with assert_refused(r"nano/tokenizer\.json is not a tokenizer"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"continuing_subword_prefix": "####"},
+            r"t\.json is not a tokenizer\.json of the package tokenizers: ",
+        ),  # panics
+        ({"vocab": {"a": 2**32 - 1}, "merges": []}, r"t\.json has the id 4294967295; a tokenizer\.json has ids below"),
+    ],
+)
+def test_a_hostile_tokenizer_is_one_clear_line(change, message, bpe, tmp_path):
+    described = bpe.describe()["tokenizer"]
+    (tmp_path / "t.json").write_text(json.dumps({**described, "model": {**described["model"], **change}}))
+    with assert_refused(message):
+        load_tokenizer(tmp_path / "t.json")
+
+
+def test_a_tokenizer_that_cannot_encode_is_one_clear_line(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    library.Tokenizer(library.models.WordLevel({"one": 0}, unk_token="?")).save(str(tmp_path / "t.json"))
+    text = write_files(tmp_path / "text", {"a.txt": "one two"})
+    with assert_refused("the tokenizer cannot encode this text; try 'bytes': "):
+        open_corpus(text, tokenizer=f"file:{tmp_path / 't.json'}", cache=tmp_path / "cache")
+
+
+def test_ids_may_have_gaps(bpe, tmp_path):
+    described = bpe.describe()["tokenizer"]
+    described["model"]["vocab"]["t"] = 999
+    (tmp_path / "t.json").write_text(json.dumps(described))
+    tokenizer = load_tokenizer(tmp_path / "t.json")
+    assert (tokenizer.vocab, tokenizer.end) == (1001, 1000)
+    assert tokenizer.decode(tokenizer.encode("t q")) == "t q"

@@ -1,6 +1,9 @@
 """`trimtab lab` and its neighbours, as somebody types them."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from tests.analysis.runs import grid, write_study
 from tests.test_cli import call
 from tests.train.runs import write_words
+from trimtab.runs import lock_folder
 
 SMALL = ("--sizes", "1x16", "2x16", "--lrs", "0.01", "0.1", "--arms", "plain", "qk-norm+z-loss", "--seeds", "1")
 
@@ -111,3 +115,94 @@ def test_tuning_says_what_it_takes_and_refuses_what_it_cannot(capsys, tmp_path, 
         code, _, error = call(capsys, "tune-seqlen", *words)
         assert code == 2
         assert error.count("\n") == 1
+
+
+# --- Files of others
+
+
+OURS = ("report.html", "findings.json", "cells.csv", "curves.csv", "fits.csv")
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, study, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    code, _, complaint = call(capsys, "lab", "--config", str(study), *SMALL, "--out", str(out))
+    assert (code, [path.name for path in out.iterdir()]) == (2, ["thesis.tex"])
+    assert f"{out} holds thesis.tex and no study.json, so it is not ours; use an empty folder" in complaint
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("command", ["lab", "report", "report --out"])
+def test_a_page_of_somebody_else_is_not_replaced(tmp_path, study, capsys, command, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("mine")
+    runs = write_study(tmp_path / "runs", grid(lrs=(0.01, 0.1), seeds=(0,)))
+    words = {
+        "lab": ("lab", "--config", str(study), *SMALL, "--out", str(out)),
+        "report": ("report", str(out)),
+        "report --out": ("report", str(runs), "--out", str(out)),
+    }[command]
+    if command == "report":  # a folder of runs that has another report.html
+        shutil.copytree(runs / "cells", out / "runs")
+    code, _, complaint = call(capsys, *words)
+    assert code == 2, complaint
+    assert "was not written with this page" in complaint or "so it is not ours" in complaint
+    assert (out / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_link_in_place_of_a_page_is_not_followed(tmp_path, capsys, name):
+    runs, mine = write_study(tmp_path / "runs", grid(lrs=(0.01, 0.1), seeds=(0,))), tmp_path / "mine"
+    mine.write_text("mine")
+    (runs / name).symlink_to(mine)
+    code, _, complaint = call(capsys, "report", str(runs))
+    assert (code, mine.read_text()) == (2, "mine")
+    assert f"{runs / name} is a link or not a file" in complaint
+
+
+def test_a_page_of_ours_is_replaced(tmp_path, capsys):
+    runs = write_study(tmp_path / "runs", grid(lrs=(0.01, 0.1), seeds=(0,)))
+    pages = tmp_path / "pages"
+    for _ in range(2):
+        assert call(capsys, "report", str(runs), "--out", str(pages))[0] == 0
+        assert {path.name for path in pages.iterdir()} == {*OURS}
+        (pages / "findings.json").unlink()  # as if killed after the page
+    assert call(capsys, "report", str(runs), "--out", str(pages / "other.html"))[0] == 2  # its numbers are of the first
+
+
+def test_predict_prints_its_notes(tmp_path, capsys):
+    runs = write_study(tmp_path / "runs", grid(lrs=(0.01, 0.1), seeds=(0,)))
+    cell = next(runs.glob("cells/**/config.json"))
+    cell.write_text("{")
+    words = ("predict", str(runs), "--params", "1e9")
+    assert "note: 1 of 12 cells cannot be read" in call(capsys, *words)[1]
+    assert "1 of 12 cells cannot be read" in json.loads(call(capsys, *words, "--json")[1])["notes"][0]
+
+
+def test_files_in_the_current_folder_do_not_replace_modules(tmp_path, study):
+    for module in ("random", "json", "torch", "numpy", "worker", "msgspec", "trimtab"):
+        (tmp_path / f"{module}.py").write_text(f"open('harm-{module}', 'w')\nraise SystemExit('{module}')\n")
+    command = Path(sys.executable).with_name("trimtab")
+    words = ["lab", "--config", str(study), "--sizes", "1x16", "--lrs", "0.01", "--arms", "plain", "--seeds", "1"]
+    done = subprocess.run([command, *words, "--steps", "2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob("harm-*"))
+
+
+# --- Tuning
+
+
+def test_two_searches_do_not_use_one_folder(tmp_path, capsys):
+    words = ["tune-seqlen", "gpt-tiny", "--data.corpus", str(write_words(tmp_path / "words.txt"))]
+    words += ["--data.cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out")]
+    with lock_folder(tmp_path / "out"):
+        code, _, complaint = call(capsys, *words)
+    assert code == 2
+    assert "is in use by process" in complaint
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    code, _, complaint = call(capsys, *words)
+    assert code == 2
+    assert "holds notes.txt and no trials" in complaint

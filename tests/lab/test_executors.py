@@ -200,8 +200,8 @@ def test_a_complete_cell_is_not_run_again(folder, reference):
 
 def test_the_newest_whole_checkpoint_is_found(folder, reference):
     [cell] = small_study(folder, sizes=SIZES[:1], lrs=(0.1,)).cells()
-    assert find_checkpoint(reference / cell.folder) == cell.config.steps
-    assert find_checkpoint(folder / "nothing here") is None
+    assert find_checkpoint(reference / cell.folder, cell.config) == cell.config.steps
+    assert find_checkpoint(folder / "nothing here", cell.config) is None
 
 
 def test_only_files_of_a_run_are_removed(tmp_path):

@@ -1,5 +1,8 @@
 """A sweep writes to any address that fsspec knows, a run is there whole or not at all, and readers get it back."""
 
+import io
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from tests.lab.sweeps import SIZES, numbers, run_quietly, small_study
 from trimtab.lab.executors.local import LocalExecutor
 from trimtab.lab.store import connect, fetch, open_store, publish, push_run
+from trimtab.runs import RunError
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -74,6 +78,11 @@ def test_a_half_copied_cell_is_not_fetched(tmp_path):
     push_run(tmp_path / "half", "memory://lab/two/cells/a/b")
     write_run(tmp_path / "whole", **{"result.json": "{}"})
     push_run(tmp_path / "whole", "memory://lab/two/cells/a/c")
+    with pytest.raises(RunError, match=r"holds cells/a/b/config.json and no study.json, so it is not ours"):
+        fetch("memory://lab/two")
+    open_store("memory://lab/two").local.mkdir(parents=True, exist_ok=True)
+    (open_store("memory://lab/two").local / "study.json").write_text("{}")
+    publish("memory://lab/two", "study.json")
     found = fetch("memory://lab/two")
     assert sorted(path.parent.name for path in found.rglob("config.json")) == ["c"]
     assert not open_store("memory://lab/two").has(Path("cells/a/b"))
@@ -93,13 +102,66 @@ def test_files_beside_the_cells_are_published_and_fetched_anew(tmp_path, monkeyp
     store = open_store("memory://lab/four")
     store.local.mkdir(parents=True)
     for text in ("old", "new"):  # of one size, so that only a look inside tells them apart
-        (store.local / "report.html").write_text(text)
-        publish("memory://lab/four", "report.html")
+        (store.local / "failures.jsonl").write_text(text)
+        publish("memory://lab/four", "failures.jsonl")
         with monkeypatch.context() as patch:
             move_scratch(tmp_path, patch)
-            assert (fetch("memory://lab/four") / "report.html").read_text() == text
+            assert (fetch("memory://lab/four") / "failures.jsonl").read_text() == text
 
 
 def test_an_address_of_an_unknown_kind_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ValueError, match=r"nosuch://bucket cannot be used: Protocol not known: nosuch"):
+    with pytest.raises(RunError, match=r"nosuch://bucket cannot be used: Protocol not known: nosuch"):
         run_quietly(small_study(tmp_path), "nosuch://bucket")
+
+
+# --- Addresses of others
+
+
+def pack(path: Path, name: str, kind: str) -> str:
+    """An archive with a study, a complete cell and a file of this name; returns its address."""
+    files = {"study.json": "{}", "cells/a/result.json": "{}", name: "harm"}
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for each, text in files.items():
+                archive.writestr(each, text)
+    else:
+        with tarfile.open(path, "w") as archive:
+            for each, text in files.items():
+                member = tarfile.TarInfo(each)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+    return f"{kind}://::{path}"
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+@pytest.mark.parametrize("name", ["cells/a/../../../../harm", "../harm", "cells/a/..\\..\\harm", "C:/harm"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path, kind, name):
+    url = pack(tmp_path / f"x.{kind}", name, kind)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RunError, match=r"which leads out of its folder|cannot be used"):
+        fetch(url)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_an_archive_without_such_names_is_fetched(tmp_path, kind):
+    folder = fetch(pack(tmp_path / f"x.{kind}", "cells/a/config.json", kind))
+    assert (folder / "cells/a/config.json").read_text() == "harm"
+
+
+def test_a_link_in_the_scratch_folder_is_not_followed(tmp_path):
+    url = pack(tmp_path / "x.zip", "cells/a/config.json", "zip")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    store = open_store(url)
+    (store.local / "cells").mkdir(parents=True)
+    (store.local / "cells" / "a").symlink_to(outside)
+    with pytest.raises(RunError, match="is a link that leads out of"):
+        fetch(url)
+    assert list(outside.iterdir()) == []
+
+
+def test_an_address_that_is_broken_is_one_line(tmp_path):
+    (tmp_path / "x.zip").write_bytes(b"not a zip")
+    with pytest.raises(RunError, match=r"cannot be used: .*zip"):
+        fetch(f"zip://::{tmp_path / 'x.zip'}")

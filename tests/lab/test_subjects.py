@@ -99,7 +99,7 @@ def test_ones_own_model_trains_and_a_resume_changes_nothing(tmp_path, function):
     assert result["tokens"] == 12 * 8  # rows of one token each, as nobody said otherwise
     train(config, parts, console=quiet())
     for step in (8, 4):
-        resume(parts, step=step, console=quiet())
+        resume(parts, step=step, trust=config.model.build, console=quiet())
         assert_same_run(parts, whole, 12)
 
 
@@ -112,13 +112,14 @@ def test_it_learns(tmp_path):
 
 def test_eval_works_and_sample_refuses(tmp_path):
     train(own(), tmp_path / "run", console=quiet())
-    found = evaluate(tmp_path / "run", batches=2)
+    trust = own().model.build
+    found = evaluate(tmp_path / "run", batches=2, trust=trust)
     last = read_events(tmp_path / "run", "evaluated")[-1]
     assert found == {"step": 12, "loss": pytest.approx(last["loss"])}
-    config, model, step = load_run(tmp_path / "run")
+    config, model, step = load_run(tmp_path / "run", trust=trust)
     assert (type(config), step, model.training) == (ModuleRun, 12, False)
     with pytest.raises(RunError, match="writes no text"):
-        sample(tmp_path / "run")
+        sample(tmp_path / "run", trust=trust)
 
 
 def test_its_config_goes_to_json_and_comes_back():

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -245,7 +247,7 @@ def test_another_study_in_the_same_folder_is_refused(tmp_path):
 def test_a_study_that_cannot_be_read_is_not_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "study.json").write_text('{"name":')
-    with pytest.raises(RunError, match=r"study.json is not JSON"):
+    with pytest.raises(RunError, match=r"study.json is damaged: it is not JSON"):
         run_quietly(small_study(tmp_path), tmp_path / "out", Scripted(tmp_path, {}))
 
 
@@ -301,3 +303,51 @@ def test_ctrl_c_in_the_sweep_closes_the_executor_and_reports_what_is_left(tmp_pa
     assert (summary.done, summary.left, summary.stopped) == (1, 3, End.INTERRUPTED)
     assert executor.closed
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- A study of somebody else
+
+
+@pytest.mark.parametrize(
+    "place", ["cells", "cells/1x16", "cells/1x16/plain/lr-0.01", "workers", "failures.jsonl", "LOG"]
+)
+def test_a_link_in_a_study_is_not_followed(tmp_path, place):
+    study, out, outside = (
+        small_study(tmp_path, sizes=SIZES[:1], lrs=(0.01,), steps=2),
+        tmp_path / "out",
+        tmp_path / "it",
+    )
+    run_quietly(study, out)
+    shutil.rmtree(out / "cells")
+    shutil.rmtree(out / "workers", ignore_errors=True)
+    outside.mkdir()
+    (outside / "mine").write_text("mine")
+    if place == "LOG":  # in place of the output of a worker: the link is removed
+        (out / "workers").mkdir()
+        (out / "workers" / "1x16_plain_lr-0.01_seed-0.log").symlink_to(outside / "mine")
+        assert run_quietly(study, out).done == 1
+    else:
+        (out / place).parent.mkdir(parents=True, exist_ok=True)
+        (out / place).symlink_to(outside / "mine" if place.endswith("l") else outside)
+        with pytest.raises(RunError, match="is a symbolic link; link the whole folder of the study instead"):
+            run_quietly(study, out)
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"mine": "mine"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.1, 1.0, 2.5, 4.0])
+def test_ctrl_c_of_the_terminal_while_workers_start_stops_the_study(tmp_path, delay):
+    words = ["lab", "--sizes", "1x16", "--lrs", "0.01", "--arms", "plain", "--seeds", "1", "--steps", "20000"]
+    command = [sys.executable, "-P", "-m", "trimtab", *words, "--out", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        said = ""
+        while "into" not in said:  # it is printed just before the workers start
+            said += process.stdout.readline()
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal signals all processes of the group
+        said += process.communicate(timeout=60)[0]
+    assert "Traceback" not in said
+    assert process.returncode == 130, said
+    assert "continue with: trimtab lab" in said

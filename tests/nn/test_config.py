@@ -41,6 +41,13 @@ REFUSED = [
     ({"linear": "int4"}, "linear='int4' is not known; try 'float' or 'switchback'"),
     ({"positions": "alibi"}, "positions='alibi' is not known; try 'rope' or 'learned'"),
     ({"mup": "half"}, "mup='half' is not known; try 'off' or 'simple' or 'intermediate' or 'full'"),
+    *(
+        ({name: 10**20}, f"{name}={10**20} is too large for any machine; try {name}={better}")
+        for name, better in (("width", 1), ("heads", 1), ("vocab", 1), ("mlp_ratio", 4), ("context", 512))
+    ),
+    ({"depth": 10**9}, "depth=1000000000 is more blocks than can be built; try depth=100000"),
+    ({"depth": -(10**400)}, "is too large for any machine; try depth=1"),
+    ({"norm_eps": 10**400}, "is not a finite number; try norm_eps=1.0"),
     ({"kappa": 1.0, "qk_norm": "whole"}, "kappa=1.0 and qk_norm='whole' exclude each other"),
     ({"tied": True, "mup": "simple"}, "tied=True makes one matrix of embedding and head, and mup='simple' trains"),
 ]

@@ -150,7 +150,7 @@ def test_stored_state_is_never_larger_than_its_rounding_allows_for_thousands_of_
     check_long_run(name, kind, block, betas, steps=3000)
 
 
-@pytest.mark.parametrize("block", [64, 256, 2048])
+@pytest.mark.parametrize("block", [256, *(pytest.param(block, marks=pytest.mark.slow) for block in (64, 2048))])
 @pytest.mark.parametrize(
     ("name", "betas"),
     [("AdamW", (0.9, 0.8)), ("AdamW", (0.98, 0.95)), ("AdamW", (0.9, 0.5)), ("AdEMAMix", (0.9, 0.999, 0.9999))],

@@ -109,7 +109,7 @@ def test_a_run_ends_by_its_last_event_or_its_result(tmp_path, how):
     view.update()
     assert not view.ended
     if how == "result":
-        (tmp_path / "result.json").write_text("{}")
+        (tmp_path / "result.json").write_text('{"why": "done"}')
     else:
         append(tmp_path, "events", {"event": how, "step": 1})
     view.update()

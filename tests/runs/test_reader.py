@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from tests.runs.test_records import step_record
-from trimtab.runs import Lines, RunError, RunFolder, RunLog, read_lines, read_run
+from trimtab.runs import (
+    End,
+    EventKind,
+    Lines,
+    Result,
+    RunError,
+    RunFolder,
+    RunLog,
+    read_lines,
+    read_run,
+    replace_json,
+    require_json,
+)
 from trimtab.runs.reader import StepLog
 
 
@@ -35,12 +47,12 @@ def test_a_series_that_grows_keeps_its_columns_aligned():
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(RunError, match="holds no run"):
         read_run(tmp_path)
     with pytest.raises(RunError, match=r"holds no run \(there is no config.json\)"):
         RunFolder(tmp_path).require_config()
     RunFolder(tmp_path).config.write_text("[]")
-    with pytest.raises(RunError, match="is not a config of a run"):
+    with pytest.raises(RunError, match="is damaged: it holds no JSON object"):
         RunFolder(tmp_path).require_config()
 
 
@@ -62,7 +74,7 @@ def test_a_growing_file_is_followed_and_a_truncated_one_read_again(tmp_path):
 def test_a_log_that_must_be_intact_is_refused_if_it_is_not(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"step": 1}\nnot json\n')
-    with pytest.raises(RunError, match="has a line that is not a JSON object: 'not json"):
+    with pytest.raises(RunError, match="has a line that is not a JSON object: b'not json"):
         list(read_lines(path))
 
 
@@ -93,7 +105,7 @@ def test_an_unfinished_line_is_removed_by_the_next_writer(tmp_path):
 
 def write_config(folder: RunFolder, **changes: object) -> None:
     RunLog(folder.path).create({"kind": "gpt"}, sha256="abc", params=7, torch="2")
-    folder.config.write_text(json.dumps(json.loads(folder.config.read_text()) | changes))
+    replace_json(folder.config, require_json(folder.config) | changes)
 
 
 def test_the_config_is_read_as_it_was_written(tmp_path):
@@ -132,3 +144,18 @@ def test_reading_a_run_needs_no_torch(tmp_path):
     log.close()
     code = f"import sys, trimtab.runs; trimtab.runs.read_run({str(tmp_path)!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "log.jsonl", "events.jsonl"])
+def test_one_changed_digit_of_a_complete_run_is_found(tmp_path, name):
+    log, folder = RunLog(tmp_path / "run"), RunFolder(tmp_path / "run")
+    log.create({"kind": "gpt", "seed": 1}, sha256="abc", params=7, torch="2")
+    log.step(step_record(1))
+    log.event(EventKind.EVALUATED, step=1, loss=2.0)
+    log.finish(Result(why=End.DONE, step=1))
+    assert folder.intact
+    path = folder.path / name
+    path.write_text(path.read_text().replace("1", "3", 1))
+    assert not folder.intact
+    assert folder.damage() == (f"{name} is not what the run wrote: its sha256 differs",)
+    assert read_run(folder.path).damage == folder.damage()

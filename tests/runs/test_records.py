@@ -67,8 +67,8 @@ def test_an_unknown_end_or_event_keeps_its_text():
     assert "merged" not in set(EventKind)
 
 
-def test_only_a_run_that_was_stopped_from_outside_is_resumable():
-    assert [end for end in End if end.resumable] == [End.INTERRUPTED, End.TERMINATED]
+def test_a_run_that_was_stopped_from_outside_or_could_not_be_saved_is_resumable():
+    assert [end for end in End if end.resumable] == [End.INTERRUPTED, End.TERMINATED, End.NOT_SAVED]
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # the first example includes the imports

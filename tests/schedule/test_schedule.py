@@ -24,6 +24,7 @@ from trimtab.schedule import (
     draw,
     plan,
 )
+from trimtab.schedule.cut import kept
 from trimtab.schedule.draw import _bars
 
 FAST = settings(max_examples=60, deadline=None)
@@ -235,6 +236,9 @@ def test_the_table_of_batches_is_what_a_loop_would_take():
         (lambda: LearningRate(warmup=1.5), "warmup=1.5 is not a whole number; try warmup=2"),
         (lambda: LearningRate(warmup="many"), "warmup='many' is not a whole number; try warmup=0"),
         (lambda: LearningRate(decay_unit="seconds"), "decay_unit='seconds' is not known; try 'steps' or 'tokens'"),
+        (lambda: LearningRate(warmup=10**20), "is more than any run can count; try warmup=0"),
+        (lambda: LearningRate(warmup=1e30), r"warmup=1e\+30 is not a whole number; try warmup=9007199254740992"),
+        (lambda: LearningRate(floor=10**400), "is not a finite number"),
         (lambda: LearningRate(floor=-1e-5), "floor=-1e-05 must be at least 0; try floor=0.0"),
         (lambda: LearningRate(floor=math.nan), "floor=nan is not a finite number"),
         (lambda: LearningRate(warmup=100, decay=100), "ends before warmup=100; try decay=1000"),
@@ -324,11 +328,73 @@ def test_a_plan_with_rows_cut_up_cuts_nothing_off_that_divides():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"tokens": None}, "the run has no end"), ({"steps": 0}, "steps=0 is too small"), ({"points": 0}, "points=0")],
+    [
+        ({"tokens": None}, "the run has no end"),
+        ({"steps": 0}, "steps=0 is too small"),
+        ({"points": 0}, "points=0"),
+        ({"steps": 10**20}, "steps=100000000000000000000 is more than any run can count"),
+        ({"batch": 2**53}, r"1 steps consume \d+ tokens, more than any run can count; try tokens=1000000000000"),
+    ],
 )
 def test_an_invalid_plan_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         paper_plan(**changes)
+
+
+def walk_every_step(batch: BatchWarmup, context: int, steps: int, tokens: int, seqlen: SeqLenWarmup) -> list[Any]:
+    """The counters of every step, as the training loop counts them."""
+    rows, samples, consumed = [], 0, 0
+    while len(rows) < steps and consumed < tokens:
+        size, length = batch.at(samples), min(seqlen.at(len(rows) + 1), context)
+        rows.append((len(rows) + 1, samples, consumed, length, size))
+        samples += size
+        consumed += size * kept(context, length, seqlen.cut_mode)
+    return [*rows, (len(rows), samples, consumed)]
+
+
+@st.composite
+def warmups(draw: st.DrawFn) -> SeqLenWarmup:
+    kind = draw(st.sampled_from(["linear", "root", "two-stage", "mixed", "discrete"]))
+    own: dict[str, Any] = {"steps": draw(st.integers(1, 60)), "multiple": draw(st.sampled_from([1, 4, 8]))}
+    own |= {"degree": draw(st.floats(0.3, 4))}
+    if kind == "discrete":
+        until = draw(st.integers(1, 9)), draw(st.integers(10, 40))
+        own = {"lengths": (8, 16, 30), "until": until, "steps": until[-1]}
+    return SeqLenWarmup(start=8, end=30, kind=kind, cut_mode=draw(st.sampled_from(["truncate", "reshape"])), **own)
+
+
+@FAST
+@given(warmups(), st.integers(1, 9), st.integers(1, 300), st.integers(1, 90), st.integers(1, 20_000))
+def test_a_plan_that_skips_over_equal_steps_counts_as_one_that_does_not(seqlen, size, samples, steps, tokens):
+    batch = BatchWarmup(start=1, increment=1, samples=samples, end=size)
+    future = plan(
+        rate=LearningRate(), peak=1.0, batch=batch, context=30, steps=steps, tokens=tokens, seqlen=seqlen, force=True
+    )
+    expected = walk_every_step(batch, 30, steps, tokens, seqlen)
+    assert [*(moment[:-1] for moment in future.moments), (future.steps, future.samples, future.tokens)] == expected
+    assert seqlen.count_steps(3, tokens) == next(n for n in range(20_001) if seqlen_tokens(seqlen, 3, n) >= tokens)
+
+
+def seqlen_tokens(seqlen: SeqLenWarmup, batch: int, steps: int) -> int:
+    return seqlen.count_tokens(batch, steps) if steps else 0
+
+
+@pytest.mark.parametrize("kind", ["linear", "root", "two-stage"])
+def test_a_long_run_is_simulated_at_once(kind):
+    lengths = SeqLenWarmup(start=64, end=1024, steps=10**11, kind=kind)
+    growing = BatchWarmup(start=1, increment=1, samples=10**10, end=8)
+    future = plan(rate=LearningRate(), peak=1.0, batch=growing, context=1024, steps=10**12, seqlen=lengths, force=True)
+    assert future.steps == 10**12
+    assert [future.moments[i].length for i in (0, -1)] == [64, 1024]
+    assert len(growing.table(10**12)) == 8
+    assert lengths.table(10**12)[-1][1] == 1024
+
+
+def test_a_plan_that_changes_too_often_is_refused(monkeypatch):
+    monkeypatch.setattr(sys.modules["trimtab.schedule.plan"], "MAX_CHANGES", 1000)
+    lengths = SeqLenWarmup(start=64, end=1024, steps=10**9, kind="mixed")
+    with pytest.raises(ValueError, match="change more than 1,000 times; try a larger multiple of the lengths"):
+        plan(rate=LearningRate(), peak=1.0, batch=1, context=1024, steps=10**9, seqlen=lengths)
 
 
 def test_the_table_of_a_plan_has_its_ends_and_sums():

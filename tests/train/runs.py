@@ -117,10 +117,11 @@ def assert_same_run(run: Path, reference: Path, step: int) -> None:
     assert hashes(run, step) == hashes(reference, step)
 
 
-# --- Processes that may be killed. They are forked from a server that has imported torch, which takes seconds.
+# --- Processes that may be killed. They are forked from a server that has imported torch, which takes seconds, and the
+# compiler, which the first optimizer of a process would import.
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["trimtab.train", "trimtab.cli", "tests.train.runs"])
+_SERVER.set_forkserver_preload(["trimtab.train", "trimtab.cli", "tests.train.runs", "torch._dynamo"])
 
 
 def start(function: Callable[..., None], *args: Any, output: Path, env: dict[str, str] | None = None) -> BaseProcess:

@@ -17,7 +17,7 @@ from tests.conftest import assert_same, seed
 from tests.train.runs import BATCH, hashes, quiet, read_events, read_log, tiny
 from trimtab.optim import AdamW
 from trimtab.runs import files as files_module
-from trimtab.runs.files import sha256_of
+from trimtab.runs.files import require_json, seal, sha256_of
 from trimtab.train import CheckpointError, Checkpoints, RunError, evaluate, load_run, resume, train
 from trimtab.train.processes import Processes
 from trimtab.train.tensors import write_tensors
@@ -36,6 +36,13 @@ def finished(tmp_path_factory) -> Path:
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture
+def unfinished(run) -> Path:
+    """The run as if it had been killed just before its result was written."""
+    (run / "result.json").unlink()
+    return run
 
 
 def made(width: int = 48) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -110,7 +117,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3, 4, 5, keep=2, losses={1: 3.0, 2: 1.0, 3: 2.0, 4: 1.5})
     assert checkpoints.list_steps() == [2, 4, 5]
     assert checkpoints.best == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"best.json"} | {f"step-{n:08d}" for n in (2, 4, 5)}
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{n:08d}" for n in (2, 4, 5)}
 
 
 def test_a_lower_loss_replaces_the_best(tmp_path):
@@ -119,12 +126,31 @@ def test_a_lower_loss_replaces_the_best(tmp_path):
     assert checkpoints.list_steps() == [3]
 
 
-def test_an_unreadable_mark_of_the_best_is_ignored(tmp_path):
-    checkpoints = saved(tmp_path, 1, 2, losses={1: 1.0, 2: 2.0})
+def test_the_best_of_an_earlier_version_is_read_from_its_own_file(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        manifest = checkpoints.path(step) / "manifest.json"
+        data = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({k: x for k, x in data.items() if k not in ("validation_loss", "checksum")}))
     (tmp_path / "best.json").write_text("{")
     assert checkpoints.best is None
-    checkpoints.mark_best(2, 2.0)
+    (tmp_path / "best.json").write_text('{"step": 1, "validation_loss": 2.0}')
+    assert checkpoints.best == 1
+
+
+def test_a_loss_that_is_measured_later_is_added_to_the_checkpoint(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2, losses={1: 1.0})
+    checkpoints.set_loss(2, 0.5)
     assert checkpoints.best == 2
+    checkpoints.verify(2)
+
+
+def test_a_renamed_checkpoint_does_not_count(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    checkpoints.path(2).rename(checkpoints.path(7))
+    assert checkpoints.list_steps() == [1]
+    with pytest.raises(CheckpointError, match=r"is of step 2: the folder was renamed; step 1 can be used instead"):
+        checkpoints.verify(7)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -140,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 def test_another_format_is_refused(tmp_path):
     checkpoints = saved(tmp_path, 1)
     manifest = checkpoints.path(1) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    manifest.write_text(json.dumps(seal(require_json(manifest) | {"format": 99})))
     with pytest.raises(CheckpointError, match="has format 99, this version reads 1"):
         checkpoints.verify(1)
 
@@ -183,7 +209,8 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "empty"])
-def test_damage_is_found_and_the_previous_one_offered(run, name, damage):
+def test_damage_is_found_and_the_previous_one_offered(unfinished, name, damage):
+    run = unfinished
     path = run / "checkpoints" / "step-00000012" / name
     data = bytearray(path.read_bytes())
     if damage == "missing":
@@ -203,7 +230,8 @@ def test_damage_is_found_and_the_previous_one_offered(run, name, damage):
     assert resume(run, step=8, console=quiet())["why"] == "done"
 
 
-def test_the_error_states_that_there_is_no_other_checkpoint(run):
+def test_the_error_states_that_there_is_no_other_checkpoint(unfinished):
+    run = unfinished
     for step in (4, 8):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
     (run / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
@@ -229,7 +257,8 @@ def test_the_payload_creates_a_file(tmp_path):
 @pytest.mark.parametrize("signed", [False, True], ids=["found by hash", "with a manifest to match"])
 @pytest.mark.parametrize("saved_by", ["pickle", "torch"])
 @pytest.mark.parametrize("name", [*FILES, "../best.json", "../../config.json", "../../log.jsonl", "../../events.jsonl"])
-def test_a_pickle_is_never_executed(run, tmp_path, name, saved_by, signed):
+def test_a_pickle_is_never_executed(unfinished, tmp_path, name, saved_by, signed):
+    run = unfinished
     harm, path = tmp_path / "harm", run / "checkpoints" / "step-00000012" / name
     if saved_by == "pickle":
         path.write_bytes(pickle.dumps(Payload(harm)))
@@ -240,7 +269,7 @@ def test_a_pickle_is_never_executed(run, tmp_path, name, saved_by, signed):
         if name in FILES and name != "manifest.json":
             data = json.loads(manifest.read_text())
             data["files"][name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
-            manifest.write_text(json.dumps(data))
+            manifest.write_text(json.dumps({key: x for key, x in data.items() if key != "checksum"}))
     if name in FILES:  # an unreadable mark is ignored; a line without an end is removed
         with pytest.raises((CheckpointError, RunError)):
             resume(run, console=quiet())
@@ -262,10 +291,12 @@ def test_evaluate_returns_the_loss_that_the_run_measured(run):
 
 def test_any_checkpoint_can_be_opened_and_the_best_by_minus_one(run):
     assert load_run(run, 4)[2] == 4
-    assert load_run(run, -1)[2] == json.loads((run / "checkpoints" / "best.json").read_text())["step"]
+    losses = {event["step"]: event["loss"] for event in read_events(run, "evaluated") if event["step"]}
+    assert load_run(run, -1)[2] == min(losses, key=losses.get)
     with pytest.raises(RunError, match="no checkpoint of step 5; there are 4, 8, 12"):
         load_run(run, 5)
-    (run / "checkpoints" / "best.json").unlink()
+    for step in losses:
+        Checkpoints(run / "checkpoints", 1, Processes()).set_loss(step, float("nan"))
     with pytest.raises(RunError, match="has no best checkpoint"):
         load_run(run, -1)
 
@@ -286,3 +317,14 @@ def test_a_finished_run_can_be_resumed_and_stays_as_it_is(run):
     assert (result["why"], result["step"], result["samples"]) == ("done", 12, 12 * BATCH)
     assert (hashes(run, 12), read_log(run)) == (before, log)
     assert (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_file_that_the_manifest_does_not_list_is_not_loaded(unfinished, name):
+    manifest = unfinished / "checkpoints" / "step-00000012" / "manifest.json"
+    data = require_json(manifest)
+    del data["files"][name]
+    manifest.write_text(json.dumps(seal(data)))
+    for use in (resume, load_run, evaluate):
+        with pytest.raises(CheckpointError, match=f"does not list {name}; step 8 can be used instead"):
+            use(unfinished)

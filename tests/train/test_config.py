@@ -4,11 +4,13 @@ import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import fields, is_dataclass, replace
 
 import pytest
 
 from tests.train.runs import tiny, tiny_clip
+from trimtab import cli
 from trimtab.hints import did_you_mean
 from trimtab.nn import ConfigError
 from trimtab.recipes import RECIPES
@@ -37,6 +39,12 @@ def test_the_kind_of_run_is_saved(tmp_path):
         ({"stop_after_skips": 0}, "stop_after_skips=0 is too small"),
         ({"tokens": 0}, "tokens=0 must be above zero, or None"),
         ({"threads": 0}, "threads=0 must be above zero, or None"),
+        ({"threads": 10**6}, "threads=1000000 is more than any machine has; try threads=None"),
+        ({"seed": -1}, "seed=-1 is negative; try seed=1"),
+        ({"seed": 2**64}, "seed=18446744073709551616 is too large for any machine; try seed=0"),
+        ({"steps": 10**20}, "steps=100000000000000000000 is too large for any machine; try steps=1"),
+        ({"tokens": 10**20}, "is too large for any machine; try tokens=None"),
+        ({"keep": 10**20}, "is too large for any machine; try keep=2"),
         ({"diverged_at": math.nan}, "diverged_at=nan must be above zero"),
         ({"micro_batch": 3}, "micro_batch=3 does not divide batch=4; try 1"),
         ({"micro_batch": 0}, "micro_batch=0 does not divide batch=4; try 4"),
@@ -55,6 +63,16 @@ def test_a_wrong_field_is_refused_with_a_remedy(tmp_path, change, message):
     [
         ({"lr": 0.0}, "optim.lr=0.0 must be above zero"),
         ({"lr": math.nan}, "optim.lr=nan must be above zero"),
+        ({"lr": 9e18}, "optim.lr=9e+18 must be above zero and at most 10000; try optim.lr=0.001"),
+        ({"eps": 0.0}, "optim.eps=0.0 must be above zero and at most 10000; try optim.eps=1e-08"),
+        ({"eps": 1e30}, "optim.eps=1e+30 must be above zero and at most 10000"),
+        ({"weight_decay": -0.1}, "optim.weight_decay=-0.1 must be from 0 to 10000; try 0.1"),
+        ({"weight_decay": math.inf}, "optim.weight_decay=inf must be from 0 to 10000"),
+        ({"betas": (0.9, 1.0)}, "optim.betas=(0.9, 1.0) are not in [0, 1); try optim.betas=(0.9, 0.95)"),
+        ({"betas": (-0.1, 0.9)}, "optim.betas=(-0.1, 0.9) are not in [0, 1)"),
+        ({"clip_norm": math.inf}, "optim.clip_norm=inf must be finite; try 1.0, or None for no clipping"),
+        ({"beta2_power": -1.0}, "optim.beta2_power=-1.0 must be above zero; try optim.beta2_power=0.8"),
+        ({"block": 10**19}, "optim.block=10000000000000000000 is too large for any machine; try optim.block=256"),
         ({"clip_norm": -1.0}, "optim.clip_norm=-1.0 must be above zero"),
         ({"name": "adamm"}, "name='adamm' is not known; try one of 'adamw', 'stable-adamw'"),
         ({"bits": 4}, "bits=4 is not known; try one of 8, 32"),
@@ -66,6 +84,22 @@ def test_a_wrong_optimizer_is_refused_with_a_remedy(change, message):
     with pytest.raises(ConfigError) as error:
         OptimConfig(**change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "sgd", "lr": 3000.0},  # with very small gradients
+        {"lr": 1e-12},
+        {"eps": 1.0},  # as in Inception's RMSprop
+        {"weight_decay": 0.0},
+        {"betas": (0.0, 0.0)},
+        {"betas": (0.9, 0.9999)},
+        {"block": 2**53},
+    ],
+)
+def test_unusual_values_of_an_optimizer_stay_legal(change):
+    OptimConfig(**change)
 
 
 def test_two_warm_ups_are_refused_unless_forced(tmp_path):
@@ -125,6 +159,8 @@ def test_free_fields_exist():
         ({"optim": {"learning_rate": 3}}, "optim.learning_rate is not a field of GPTRun. Did you mean 'optim.lr'?"),
         ({"steps": "3"}, "Expected `int`, got `str` - at `steps`"),
         ({"steps": 0}, "steps=0 is too small; try steps=1"),
+        ({"steps": 10**20}, "steps=100000000000000000000 is too large for any machine"),
+        ({"seed": -1}, "seed=-1 is negative; try seed=1"),
     ],
 )
 def test_json_that_is_no_config_is_refused(tmp_path, change, message):
@@ -193,6 +229,47 @@ def test_a_wrong_override_is_refused_with_a_remedy(values, message):
     with pytest.raises(ConfigError) as error:
         with_values(RECIPES["gpt-lab"](), values)
     assert message in str(error.value)
+
+
+IMPOSSIBLE = [
+    "--steps 99999999999999999999",
+    "--steps 100000000000000",  # consumes more tokens than can be counted
+    "--schedule.lr.warmup 1e30",
+    "--schedule.lr.warmup 99999999999999999999",
+    "--schedule.lr.decay 99999999999999999999",
+    "--schedule.seqlen.steps 99999999999999999999",
+    "--schedule.seqlen.lengths 8 99999999999999999999",
+    "--schedule.seqlen.degree 1e-9 --schedule.seqlen.kind root",
+    "--schedule.batch.samples 99999999999999999999 --schedule.force",
+    "--batch 9223372036854775808",
+    "--batch 9007199254740992",
+    "--seed -1",
+    "--seed 99999999999999999999999",
+    "--threads 1000000",
+    "--eval-every 99999999999999999999",
+    "--watch.every 99999999999999999999",
+    "--watch.ignore -1",
+    "--model.mlp-ratio 99999999999999999999",
+    "--model.width 99999999999999999999",
+    "--model.depth 1000000000",
+    f"--model.norm-eps {'9' * 400}",
+    "--optim.block 10000000000000000000",
+    "--optim.lr 9e18",
+    "--optim.clip-norm inf",
+    "--data.prefetch 1000000000",
+    f"--steps {'9' * 5000}",
+]
+
+
+@pytest.mark.parametrize("words", IMPOSSIBLE, ids=[words[:40] for words in IMPOSSIBLE])
+def test_values_that_no_run_can_mean_are_refused_in_one_line(capsys, words):
+    begun = time.perf_counter()
+    with pytest.raises(SystemExit) as end:
+        cli.main(["schedule", "gpt-tiny", *words.split()])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert time.perf_counter() - begun < 10  # imports included
 
 
 def test_options_of_a_user_defined_model_are_not_checked():

@@ -1,5 +1,6 @@
 """Faults: killed at any moment, stopped by a signal, a full disk. The processes are real."""
 
+import itertools
 import os
 import random
 import resource
@@ -8,12 +9,15 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
+from tests.test_faults import call, look
 from tests.train.runs import (
     assert_same_run,
     count_steps,
@@ -27,13 +31,28 @@ from tests.train.runs import (
     trajectory,
     wait_for,
     write_config,
+    write_words,
 )
 from trimtab import cli
-from trimtab.runs import RunLog, StepRecord, files, lock_folder, log
-from trimtab.train import Checkpoints, RunError, checkpoint, read_lines, resume, train
+from trimtab.data import open_corpus
+from trimtab.runs import RunFolder, RunLog, StepRecord, files, lock_folder, log, replace_json
+from trimtab.train import (
+    CheckpointError,
+    Checkpoints,
+    OptimConfig,
+    RunError,
+    checkpoint,
+    evaluate,
+    loop,
+    read_lines,
+    resume,
+    train,
+)
+from trimtab.train.config import WatchConfig, load_config
 from trimtab.train.processes import Processes
 
 LONG = 40  # steps of a run that is killed on the way
+SHORT = 4  # of one that is killed at every file operation
 
 
 def complete(run: Path) -> list[int]:
@@ -70,7 +89,7 @@ def begin_slowly(config: Path, run: Path) -> None:
         real(*args, **kwargs)
 
     log.RunLog.step = step
-    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run), run)))
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run))))
 
 
 def stop_in_the_middle(config: Path, run: Path, reached: Path, nth: int) -> None:
@@ -211,15 +230,15 @@ def test_a_half_deleted_checkpoint_is_not_listed(whole, tmp_path):
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_a_run_killed_before_its_first_checkpoint_cannot_be_resumed(whole, tmp_path):
+def test_a_run_killed_before_its_first_checkpoint_starts_again(whole, tmp_path):
     run = tmp_path / "run"
     process = start(stop_in_the_middle, whole / "config.json", run, tmp_path / "no", -1, output=tmp_path / "out")
     wait_for(lambda: count_steps(run) >= 1, process)
     killed(process)
     for path in (run / "checkpoints").glob("*"):
         shutil.rmtree(path)
-    with pytest.raises(RunError, match="has no complete checkpoint; train the run again"):
-        resume(run, console=quiet())
+    assert resume(run, console=quiet())["why"] == "done"
+    assert_same_run(run, whole / "run", LONG)
 
 
 def test_an_incomplete_line_is_removed(whole, tmp_path):
@@ -228,9 +247,119 @@ def test_an_incomplete_line_is_removed(whole, tmp_path):
         with (run / name).open("a") as file:
             file.write('{"step": 9')
     assert len(read_log(run)) == LONG
-    resume(run, console=quiet())
+    resume(run, step=LONG, console=quiet())
     assert trajectory(run) == trajectory(whole / "run")
     assert [event["event"] for event in read_lines(run / "events.jsonl")][-2:] == ["resumed", "done"]
+
+
+# --- Killed at every file operation
+
+
+WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def count_operations(folder: Path, at: int) -> Iterator[int]:
+    """Number the operations that change files in a folder: Python reports most of them, and writes and syncs are
+    wrapped. Before operation `at` the process kills itself; a write is then half done."""
+    number, inside = itertools.count(1), os.fsencode(folder)
+
+    def note(half: Callable[[], Any] = lambda: None) -> None:
+        if next(number) == at:
+            half()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        path = args[0] if args and isinstance(args[0], str | bytes | os.PathLike) else None
+        if event not in WRITES or path is None or not os.fsencode(path).startswith(inside):
+            return
+        if event != "open" or (isinstance(args[2], int) and args[2] & WRITING):
+            note()
+
+    real_write, real_lines, real_sync = files.HashedWriter.write, log._Lines._write, os.fsync
+
+    def write(self: Any, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        note(lambda: real_write(self, view[: len(view) // 2]))
+        real_write(self, data)
+
+    def append(self: Any) -> None:
+        note(lambda: self.file.write(self.pending[: len(self.pending) // 2]))
+        real_lines(self)
+
+    def sync(descriptor: int) -> None:
+        note()
+        real_sync(descriptor)
+
+    files.HashedWriter.write, log._Lines._write, os.fsync = write, append, sync
+    sys.addaudithook(audit)
+    return number
+
+
+def begin_and_die(config: Path, run: Path, at: int, counted: Path) -> None:
+    """Train, or continue; the number of operations goes to a file."""
+    number = count_operations(run, at)
+    if (run / "config.json").exists():
+        resume(run)
+    else:
+        train(read_config(config), run)
+    counted.write_text(str(next(number) - 1))
+
+
+def kill_at(at: int, short: Path, tmp_path: Path) -> None:
+    """Killed at one operation, and then at the same operation of the resume."""
+    run, out = tmp_path / f"run-{at}", tmp_path / "out"
+    for expected in (-signal.SIGKILL, None):
+        process = start(begin_and_die, short / "config.json", run, at, tmp_path / "counted", output=out)
+        code = end(process)
+        assert code in (-signal.SIGKILL, 0), f"operation {at}: {out.read_text()}"
+        assert expected is None or code == expected
+        list(read_lines(run / "events.jsonl")) if (run / "events.jsonl").exists() else ()
+    process = start(begin_and_die, short / "config.json", run, 0, tmp_path / "counted", output=out)
+    assert end(process) == 0, f"operation {at}: {out.read_text()}"
+    assert_same_run(run, short / "run", SHORT)
+    assert signals_of(run) == signals_of(short / "run")
+    assert RunFolder(run).intact
+    assert not list(run.rglob(".*")), f"operation {at} leaves files"
+    best = Checkpoints(run / "checkpoints", 1, Processes())
+    assert best.best == Checkpoints(short / "run" / "checkpoints", 1, Processes()).best
+    shutil.rmtree(run)
+
+
+def signals_of(run: Path) -> list[Any]:
+    return list(read_lines(run / "signals.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> tuple[Path, int]:
+    """A run of Lion with signals, and the number of its file operations."""
+    folder = tmp_path_factory.mktemp("short")
+    often = WatchConfig(every=1, deep_every=2, record_every=3)
+    changes = {"steps": SHORT, "eval_every": 2, "checkpoint_every": 2, "eval_batches": 1, "keep": 1}
+    config = tiny(folder, optim=OptimConfig(name="lion", lr=1e-3), watch=often, **changes)
+    write_config(folder / "config.json", config)
+    open_corpus(config.data.corpus, cache=config.data.cache)  # its files are not those of the run
+    process = start(begin_and_die, folder / "config.json", folder / "run", 0, folder / "count", output=folder / "out")
+    assert end(process) == 0, (folder / "out").read_text()
+    return folder, int((folder / "count").read_text())
+
+
+def test_a_run_killed_at_some_file_operations_ends_as_one_without_faults(short, tmp_path, record_property):
+    folder, count = short
+    chosen = random.Random().sample(range(1, count + 1), 8)
+    for at in chosen:
+        kill_at(at, folder, tmp_path)
+    record_property("kills", len(chosen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_a_run_killed_at_every_file_operation_ends_as_one_without_faults(short, tmp_path, part, record_property):
+    folder, count = short
+    chosen = range(1 + part, count + 1, 8)
+    for at in chosen:
+        kill_at(at, folder, tmp_path)
+    record_property("kills", len(chosen))
 
 
 # --- Stopped by a signal
@@ -260,7 +389,7 @@ def save_slowly(config: Path, run: Path, reached: Path) -> None:
         time.sleep(60)
 
     checkpoint.Checkpoints.save = save
-    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run), run)))
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read_config(config), run))))
 
 
 def test_a_second_ctrl_c_does_not_wait(whole, tmp_path):
@@ -286,13 +415,15 @@ def half(tmp_path) -> Path:
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     for step in (8, 12):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-    (run / "checkpoints" / "best.json").unlink()
+    (run / "result.json").unlink()
     return run
 
 
 def test_a_full_disk_prevents_checkpoints_but_does_not_end_the_run(half, tmp_path):
     process = start(with_little_space, half, 20_000, output=tmp_path / "out")  # weights take more
-    assert end(process) == 0, (tmp_path / "out").read_text()
+    assert end(process) == 1, (tmp_path / "out").read_text()
+    assert "not saved: 12 steps" in (tmp_path / "out").read_text()
+    assert not (half / "result.json").exists()
     assert complete(half) == [4]
     Checkpoints(half / "checkpoints", 1, Processes()).verify(4)
     assert {path.name for path in (half / "checkpoints").iterdir()} == {"step-00000004"}
@@ -312,7 +443,7 @@ def test_a_log_that_cannot_grow_has_complete_lines_and_the_run_continues(half, t
     room = sum(map(len, lines[:6])) + 10  # two more lines, and a bit of the next
     assert (half / "events.jsonl").stat().st_size < room
     process = start(with_little_space, half, room, output=tmp_path / "out")
-    assert end(process) == 0, (tmp_path / "out").read_text()
+    assert end(process) == 1, (tmp_path / "out").read_text()
     assert "cannot write the log: File too large; its lines are kept" in (tmp_path / "out").read_text()
     assert [line["step"] for line in read_log(half)] in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert resume(half, console=quiet())["why"] == "done"
@@ -370,7 +501,7 @@ def as_nobody(config: Path, run: Path) -> None:
     if os.getuid() == 0:
         os.setgid(65534)
         os.setuid(65534)
-    sys.exit(cli.run(lambda: cli.runs.report_end(train(read, run), run)))
+    sys.exit(cli.run(lambda: cli.runs.report_end(train(read, run))))
 
 
 def test_without_permission_nothing_is_written(whole, tmp_path):
@@ -407,3 +538,139 @@ def test_a_folder_in_which_a_run_trains_is_refused(whole, tmp_path):
 def test_a_run_trains_inside_a_folder_that_is_locked(tmp_path):
     with lock_folder(tmp_path / "study"):
         assert train(tiny(tmp_path, steps=2), tmp_path / "study" / "cell", console=quiet())["why"] == "done"
+
+
+def begin_in_a_new_folder(config: Path, out: Path) -> None:
+    train(read_config(config), out, numbered=True)
+
+
+def test_two_runs_that_start_together_get_two_folders(whole, tmp_path):
+    config = write_config(tmp_path / "config.json", replace(read_config(whole / "config.json"), steps=5))
+    pair = [start(begin_in_a_new_folder, config, tmp_path / "run", output=tmp_path / f"out{i}") for i in range(2)]
+    assert [end(process) for process in pair] == [0, 0]
+    one, two = tmp_path / "run", tmp_path / "run-2"
+    assert RunFolder(one).intact
+    assert RunFolder(two).intact
+    assert_same_run(one, two, 5)
+
+
+def test_of_two_runs_into_one_folder_one_is_refused(whole, tmp_path):
+    config = write_config(tmp_path / "config.json", replace(read_config(whole / "config.json"), steps=5))
+    pair = [start(begin, config, tmp_path / "run", output=tmp_path / f"out{i}") for i in range(2)]
+    assert sorted(end(process) for process in pair) == [0, 1]
+    assert RunFolder(tmp_path / "run").intact
+    said = "".join((tmp_path / f"out{i}").read_text() for i in range(2))
+    assert "RunError" in said
+    assert "is in use by" in said or "already holds a run" in said
+
+
+def test_of_two_resumes_one_is_refused(half, tmp_path):
+    pair = [start(continue_run, half, output=tmp_path / f"out{i}") for i in range(2)]
+    codes = sorted(end(process) for process in pair)
+    assert codes in ([0, 1], [0, 0])  # the second may come when the first has finished
+    assert_same_run(half, tmp_path / "whole", 12)
+    assert RunFolder(half).intact
+
+
+# --- A complete run
+
+
+def test_a_resume_that_cannot_go_on_removes_nothing(half, tmp_path):
+    run = shutil.copytree(tmp_path / "whole", tmp_path / "complete")
+    (run / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
+    before = look(run)
+    with pytest.raises(CheckpointError, match=r"step 12 can be used instead"):
+        resume(run, step=4, console=quiet())
+    with pytest.raises(RunError, match="no checkpoint of step 5"):
+        resume(run, step=5, console=quiet())
+    write_words(tmp_path / "words.txt", seed=1)
+    with pytest.raises(RunError, match="the data has changed"):
+        resume(run, step=8, console=quiet())
+    assert look(run) == before
+
+
+def test_a_run_that_ended_as_not_finite_stays_so(tmp_path, monkeypatch):
+    config = tiny(tmp_path, steps=4)
+    monkeypatch.setattr(loop._Run, "_clip", lambda self: float("nan"))
+    config = replace(config, stop_after_skips=2)
+    assert train(config, tmp_path / "run", console=quiet())["why"] == "not finite"
+    monkeypatch.undo()
+    before = look(tmp_path / "run")
+    assert resume(tmp_path / "run", console=quiet())["why"] == "not finite"
+    assert look(tmp_path / "run") == before
+
+
+def test_other_data_is_not_evaluated_without_force(half, tmp_path):
+    usual = evaluate(tmp_path / "whole", batches=2)["loss"]
+    write_words(tmp_path / "words.txt", seed=1)
+    with pytest.raises(RunError, match="the data has changed: its sha256 is"):
+        evaluate(tmp_path / "whole", batches=2)
+    assert evaluate(tmp_path / "whole", batches=2, force=True)["loss"] != usual
+
+
+class Killed(BaseException):
+    """In place of a signal."""
+
+
+@pytest.mark.parametrize("when", ["remove_after", "truncate", "later"])
+def test_a_forced_change_survives_a_kill(half, tmp_path, monkeypatch, when):
+    config, _ = load_config(half)
+    write_words(tmp_path / "words.txt", seed=1)  # other data, and a field that changes the result
+    changed = replace(config, optim=replace(config.optim, lr=1e-3))
+    whole = shutil.copytree(half, tmp_path / "expected")
+    resume(whole, changed, force=True, console=quiet())
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        owner = {"remove_after": Checkpoints, "truncate": RunLog, "later": loop._Run}[when]
+        patch.setattr(owner, when if when != "later" else "_checkpoint", kill)
+        with pytest.raises(Killed):
+            resume(half, changed, force=True, console=quiet())
+    assert resume(half, console=quiet())["why"] == "done"
+    assert load_config(half)[0].optim.lr == 1e-3
+    assert_same_run(half, whole, 12)
+
+
+def test_temporary_files_of_killed_processes_are_removed(half):
+    ended = start(print, output=half.parent / "out")
+    end(ended)
+    left = [half / f".config.json.tmp-{ended.pid}", half / "checkpoints" / "step-00000004" / f".x.tmp-{ended.pid}"]
+    alive = half / f".report.html.tmp-{os.getppid()}"
+    for path in (*left, alive):
+        path.touch()
+    resume(half, console=quiet())
+    assert not any(path.exists() for path in left)
+    assert alive.exists()  # a process that still runs writes it
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "checkpoints/step-00000004", "tensorboard", "log.jsonl", "config.json"]
+)
+def test_a_link_in_a_run_is_not_followed_by_a_resume(half, tmp_path, name):
+    outside = tmp_path / "outside"
+    if (half / name).exists():
+        (half / name).rename(outside)
+    else:
+        outside.mkdir()
+    (half / name).symlink_to(outside)
+    before = look(outside) if outside.is_dir() else outside.read_bytes()
+    with pytest.raises(RunError, match="is a symbolic link"):
+        resume(half, console=quiet())
+    assert (look(outside) if outside.is_dir() else outside.read_bytes()) == before
+
+
+def test_an_end_that_this_version_does_not_know_is_a_failure(half):
+    replace_json(half / "result.json", {"why": "[/red]\x1b", "step": 3})
+    done = call("resume", str(half))
+    assert (done.code, done.err) == (1, "")
+    assert "[/red]\\x1b: 3 steps" in done.out
+
+
+def test_data_that_has_moved_is_found_by_its_hash(half, tmp_path):
+    (tmp_path / "words.txt").rename(tmp_path / "moved.txt")
+    config, _ = load_config(half)
+    moved = replace(config, data=replace(config.data, corpus=str(tmp_path / "moved.txt")))
+    assert resume(half, moved, console=quiet())["why"] == "done"
+    assert_same_run(half, tmp_path / "whole", 12)

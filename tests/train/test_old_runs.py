@@ -1,12 +1,10 @@
 """Runs of version 0.1.0 can be resumed, evaluated and sampled from; runs of a later version are refused."""
 
-import json
-
 import pytest
 
 from tests.runs.old import INTERRUPTED, unpack
 from tests.train.runs import quiet, read_log, tiny
-from trimtab.runs import RunError, RunFolder, read_run
+from trimtab.runs import RunError, RunFolder, read_run, replace_json, require_json
 from trimtab.train import BatchConfig, SeqLenConfig, evaluate, resume, sample, train
 from trimtab.train.config import ConfigError, from_json, load_config, to_json, upgrade
 
@@ -68,7 +66,7 @@ def test_a_complete_run_is_evaluated_and_sampled_from(v1):
 def test_a_run_of_a_later_version_can_only_be_reported(tmp_path):
     folder = RunFolder(tmp_path / "run")
     train(tiny(tmp_path, steps=2), folder.path, console=quiet())
-    folder.config.write_text(json.dumps(json.loads(folder.config.read_text()) | {"format": 3}))
+    replace_json(folder.config, require_json(folder.config) | {"format": 3})
     assert read_run(folder.path).log.steps.tolist() == [1, 2]
     for use in (resume, evaluate, sample):
         with pytest.raises(RunError, match=r"newer Trimtab \(format 3.*logs can be reported"):

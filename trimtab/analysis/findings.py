@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trimtab.runs import End
+from trimtab.runs.records import as_text
 
 Signal = Literal["logit_max", "grad_rms"]
 ForecastOutcome = Literal["seen", "few sizes", "not within horizon", "at largest size", "ahead"]
@@ -105,8 +106,8 @@ class Source:
         """The interventions of an arm, if the study file has them; it may contain anything."""
         arms = self.data.get("arms")
         for item in arms if isinstance(arms, list) else []:
-            if isinstance(item, dict) and item.get("name") == arm and isinstance(item.get("switches"), list):
-                return tuple(str(switch) for switch in item["switches"])
+            if isinstance(item, dict) and as_text(item.get("name")) == arm and isinstance(item.get("switches"), list):
+                return tuple(as_text(switch) for switch in item["switches"])
         return ()
 
 

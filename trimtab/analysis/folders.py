@@ -14,6 +14,7 @@ from trimtab.analysis.findings import Note, Result, Source, Status
 from trimtab.analysis.results import read_result
 from trimtab.runs import Failure, Lines, RunError, RunFolder, read_json
 from trimtab.runs.folder import CELLS, CONFIG, FAILURES, STUDY, is_run
+from trimtab.runs.records import as_text
 
 Read = tuple[Source, list[Result], list[Note]]
 # Config values that make a size, differ by cell, or do not change what is computed.
@@ -26,7 +27,7 @@ _NOT_AN_ARM = (
 def read_folders(folders: Sequence[Path]) -> tuple[list[Source], list[Result], list[Note]]:
     """Everything at or below these folders: studies, results in the order of the studies, and notes."""
     sources, results, notes, names = list[Source](), list[Result](), list[Note](), set[str]()
-    for folder in {folder.resolve(): folder for folder in folders}.values():
+    for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         found = list(_find(folder))
         if not found:
             notes.append(Note(kind="no runs" if folder.is_dir() else "not a folder", where=str(folder)))
@@ -34,6 +35,10 @@ def read_folders(folders: Sequence[Path]) -> tuple[list[Source], list[Result], l
         reads = [_read_study(path, names) for path in studies]
         if loose := [path for path in found if path not in studies]:
             reads.append(_read_loose(folder, loose, names))
+            lost = {path for run in loose for path in run.parents if path.name == CELLS and path.is_relative_to(folder)}
+            notes += [
+                Note(kind="bad study", where=str(path.with_name(STUDY))) for path in sorted(lost) if path != folder
+            ]
         for source, cells, remarks in reads:
             sources.append(replace(source, cells=len(cells), finished=sum(result.finished for result in cells)))
             results += cells
@@ -64,8 +69,8 @@ def _read_study(folder: Path, names: set[str]) -> Read:
         inside = [path for child in sorted(folder.iterdir()) if child.is_dir() for path in _find(child)]
         source, results, notes = _read_loose(folder, inside, names)
         return source, results, [Note(kind="bad study", where=str(folder / STUDY)), *notes]
-    name = _unique(str(data.get("name") or folder.name), folder, names)
-    question, subject = (str(data.get(key) or "") for key in ("question", "subject"))
+    name = _unique(as_text(data.get("name")) or folder.name, folder, names)
+    question, subject = (as_text(data.get(key)) for key in ("question", "subject"))
     source = Source(name=name, folder=folder, question=question, subject=subject, data=data)
     try:
         lines = [Failure.from_json(line) for line in Lines(folder / FAILURES).read()]
@@ -80,11 +85,15 @@ def _read_study(folder: Path, names: set[str]) -> Read:
 
 def _planned(cell: Any, folder: Path, study: str) -> Result | None:
     try:
-        name, size, arm = str(cell["name"]), str(cell.get("size") or "?"), str(cell.get("arm", ""))
-        path, lr, seed = folder / str(cell.get("folder") or Path(CELLS) / name), float(cell["lr"]), int(cell["seed"])
-    except (AttributeError, KeyError, TypeError, ValueError):
+        name, size, arm = as_text(cell["name"]), as_text(cell.get("size")) or "?", as_text(cell.get("arm"))
+        inner, lr, seed = Path(cell.get("folder") or f"{CELLS}/{cell['name']}"), float(cell["lr"]), int(cell["seed"])
+        root = os.path.realpath(folder)
+        outside = os.path.commonpath([root, os.path.realpath(folder / inner)]) != root  # through a link, or ..
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    return Result(folder=path, name=name, study=study, size=size, arm=arm, lr=lr, seed=seed)
+    if outside:
+        return None
+    return Result(folder=folder / inner, name=name, study=study, size=size, arm=arm, lr=lr, seed=seed)
 
 
 def _read_cell(planned: Result, failure: Failure | None) -> Result:
@@ -113,7 +122,7 @@ def _fill_params(results: list[Result]) -> list[Result]:
 
 
 def _read_loose(folder: Path, paths: Sequence[Path], names: set[str]) -> Read:
-    study, results = _unique(folder.resolve().name or str(folder), folder, names), []
+    study, results = _unique(os.path.basename(os.path.realpath(folder)) or str(folder), folder, names), []
     for path, arm in _name_arms(paths).items():
         name = str(path.relative_to(folder)) if path != folder else study
         results.append(read_result(Result(folder=path, name=name, study=study, arm=arm)))

@@ -13,12 +13,9 @@ steps 50 to 80, and not at all after a third of the run, when the logits of fail
 record is a maximum over one batch, so several are averaged. A run that stopped earlier has its last record used.
 """
 
-import errno
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ from trimtab.analysis.findings import Points, Result, Status
 from trimtab.analysis.one_run import loss_ratios, losses_of, rules_for
 from trimtab.analysis.spikes import find_peak, loss_spans
 from trimtab.analysis.thresholds import ABSURD_LOSS
-from trimtab.runs import End, EventKind, Run, RunFolder, SavedConfig, read_run
+from trimtab.runs import End, EventKind, Run, RunError, RunFolder, SavedConfig, read_run
 from trimtab.runs.reader import Floats
 from trimtab.runs.records import TensorSignal, number, whole
 
@@ -43,24 +40,28 @@ def read_result(empty: Result) -> Result:
     paths = RunFolder(empty.folder)
     if not empty.folder.is_dir():
         return empty
-    config = paths.read_config()
-    if config is None:
-        return _unreadable(empty, paths.config)
+    try:
+        config = paths.require_config(newer=True)
+    except RunError as error:
+        return _unreadable(empty, str(error))
     planned = _from_config(empty, config)
+    own = number(config.values.get("optim.lr")), whole(config.values.get("seed")) or 0
+    if math.isfinite(empty.lr) and own != (empty.lr, empty.seed):
+        return _unreadable(planned, f"{paths.config} is of another cell: its learning rate or seed differs")
     try:
         run = read_run(empty.folder, tensor_signals=_SIGNALS)
-    except ValueError:
-        return replace(planned, status=Status.RUNNING)  # no step yet
+    except RunError:
+        ended = paths.read_result() is not None
+        return _unreadable(planned, "its log is missing") if ended else replace(planned, status=Status.RUNNING)
     except OSError as error:
-        return replace(planned, status=Status.UNREADABLE, why=str(error.strerror))
+        return _unreadable(planned, str(error.strerror))
     except OverflowError as error:
-        return replace(planned, status=Status.UNREADABLE, why=f"a number is out of range: {error}")
+        return _unreadable(planned, f"a number is out of range: {error}")
     return _add_result(_add_log(planned, run), run)
 
 
-def _unreadable(result: Result, path: Path) -> Result:
-    reason = "not valid JSON" if path.exists() else os.strerror(errno.ENOENT)
-    return replace(result, status=Status.UNREADABLE, why=f"{path.name}: {reason}")
+def _unreadable(result: Result, why: str) -> Result:
+    return replace(result, status=Status.UNREADABLE, why=why)
 
 
 def _from_config(empty: Result, saved: SavedConfig) -> Result:
@@ -122,9 +123,10 @@ def _add_log(planned: Result, run: Run) -> Result:
 
 def _add_result(logged: Result, run: Run) -> Result:
     ended = run.result
+    if run.damage:  # numbers from such files would be wrong
+        return _unreadable(logged, run.damage[0])
     if ended is None:
-        unreadable = run.folder.complete
-        return _unreadable(logged, run.folder.result) if unreadable else replace(logged, status=Status.RUNNING)
+        return replace(logged, status=Status.RUNNING)
     status = Status.DONE if ended.why == End.DONE else Status.STOPPED
     # A run that was stopped early has no final loss.
     final = _infinite(logged.evaluations[-1][1]) if logged.evaluations else math.nan

@@ -5,7 +5,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trimtab.cli.options import FAILED, configure, exit_code, free_folder, list_recipes, refuse
+from trimtab.cli.options import FAILED, configure, exit_code, list_recipes, local, refuse
 
 if TYPE_CHECKING:
     from trimtab.lab.study import Study
@@ -26,6 +26,7 @@ def lab(
     out: str | None = None,
     executor: Literal["local", "ray"] = "local",
     workers: int | None = None,
+    trust: str | None = None,
     list: bool = False,
     command: str = "",
 ) -> int:
@@ -47,6 +48,7 @@ def lab(
         out: a folder, or an fsspec address such as s3://bucket/study
         executor: processes of this machine, or a Ray cluster
         workers: runs at the same time; default: one per core
+        trust: the subject package.file:function of --config, whose code is run
         list: only list questions and switches
     """
     if list:
@@ -58,7 +60,7 @@ def lab(
         refuse(f"--workers {workers} is too few; try --workers 1, or leave it out for one per core")
     from trimtab.lab.study import slug
 
-    chosen = _choose(subject, quick=quick, question=study, file=config)
+    chosen = _choose(subject, quick=quick, question=study, file=config, trust=trust)
     chosen = _change(chosen, sizes=sizes, lrs=lrs, arms=arms, seeds=seeds, steps=steps)
     # The same study has the same folder, so that the same command continues it.
     names = [chosen.name] * (chosen.name != "default") + [chosen.subject] * (chosen.subject != "gpt-lab")
@@ -66,7 +68,7 @@ def lab(
     return _run(chosen, out or str(folder), executor, workers, command)
 
 
-def _choose(subject: str, *, quick: bool, question: str | None, file: Path | None) -> "Study":
+def _choose(subject: str, *, quick: bool, question: str | None, file: Path | None, trust: str | None) -> "Study":
     from trimtab.lab.questions import find_question
     from trimtab.lab.study import default_study, quick_study
     from trimtab.lab.study_file import read_study
@@ -76,7 +78,7 @@ def _choose(subject: str, *, quick: bool, question: str | None, file: Path | Non
     if question is not None:
         return find_question(question).study()
     if file is not None:
-        return read_study(file)
+        return read_study(file, trust=trust)
     return quick_study(subject) if quick else default_study(subject)
 
 
@@ -106,10 +108,12 @@ def _change(study: "Study", **given: Any) -> "Study":
 def _run(study: "Study", out: str, executor: str, workers: int | None, command: str) -> int:
     """Run the sweep, write the page, print the verdict."""
     from trimtab.lab.executors import make_executor
+    from trimtab.lab.store import open_store
     from trimtab.lab.sweep import sweep
-    from trimtab.report import load_drawing
+    from trimtab.report import check_page, load_drawing
 
-    load_drawing()  # a missing package is reported before the sweep, not after it
+    load_drawing()  # a missing package is reported before the sweep, not after it, as is a page that is not ours
+    check_page(open_store(out).local / "report.html")
     count = len(study.cells())
     minutes = f", about {study.minutes:.0f} min on two cores" if study.minutes and study.minutes >= 1 else ""
     print(f"{study.question}\n{count} {'run' if count == 1 else 'runs'}{minutes}, into {out}\n")
@@ -126,11 +130,12 @@ def _write_page(folders: list[str], page: Path | None, command: str, question: s
     from trimtab.analysis.findings import read
     from trimtab.lab.questions import QUESTIONS
     from trimtab.lab.store import fetch, publish
-    from trimtab.report import notes_words, verdict_words, write_report
+    from trimtab.report import check_page, notes_words, verdict_words, write_report
 
     places = [fetch(folder) for folder in folders]
+    target = check_page(page or places[0] / "report.html")
     findings = read(places)
-    written = write_report(findings, page or places[0] / "report.html", commands=[command])
+    written = write_report(findings, target, commands=[command])
     if page is None:
         publish(folders[0], *(path.name for path in places[0].iterdir() if path.suffix in (".html", ".csv", ".json")))
     print("\n" + "\n".join([*verdict_words(findings), *(f"note: {note}" for note in notes_words(findings))]))
@@ -181,10 +186,14 @@ def predict(
     from trimtab.analysis.findings import read
     from trimtab.analysis.predict import predict_size
     from trimtab.lab.store import fetch
-    from trimtab.report import prediction_json, prediction_words
+    from trimtab.report import notes_words, prediction_json, prediction_words
 
-    prediction = predict_size(read([fetch(folder)]), params, lr, arm)
-    print(dumps(prediction_json(prediction), indent=1) if json else "\n".join(prediction_words(prediction)))
+    findings = read([fetch(folder)])
+    prediction, notes = predict_size(findings, params, lr, arm), notes_words(findings)
+    if json:
+        print(dumps(prediction_json(prediction) | {"notes": notes}, indent=1))
+    else:
+        print("\n".join([*prediction_words(prediction), *(f"note: {note}" for note in notes)]))
     return 0
 
 
@@ -205,6 +214,6 @@ def tune_seqlen(
     config = configure(recipe, fields, "tune-seqlen")
     from trimtab.lab.tune_seqlen import tune_seqlen
 
-    folder = out or free_folder(Path("runs"), f"tune-{recipe}")
-    print(tune_seqlen(config, folder, recipe=recipe, limit=limit, multiples=multiples).words)
+    folder = local(out) if out else Path("runs") / f"tune-{recipe}"
+    print(tune_seqlen(config, folder, recipe=recipe, limit=limit, multiples=multiples, numbered=out is None).words)
     return 0

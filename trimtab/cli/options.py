@@ -11,7 +11,6 @@ import ast
 import contextlib
 import inspect
 import io
-import itertools
 import json
 import re
 import shlex
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+from trimtab.screen import printable
 
 if TYPE_CHECKING:
     from trimtab.runs import End
@@ -40,7 +41,7 @@ POSITIONAL = {
 
 def refuse(message: str) -> NoReturn:
     """Exit with a one-line error: the input is wrong."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     sys.exit(BAD_INPUT)
 
 
@@ -217,10 +218,12 @@ def _from_json(text: str) -> Any:
 def exit_code(end: "End | str") -> int:
     from trimtab.runs import End
 
-    return {End.DONE: 0, End.INTERRUPTED: INTERRUPTED, End.TERMINATED: TERMINATED}.get(End(end), FAILED)
+    codes = {End.DONE: 0, End.INTERRUPTED: INTERRUPTED, End.TERMINATED: TERMINATED}
+    return next((code for known, code in codes.items() if known == end), FAILED)
 
 
-def free_folder(parent: Path, name: str) -> Path:
-    """`name`, `name-2`, `name-3`, ...: the first that does not exist."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(parent / each for each in names if not (parent / each).exists())
+def local(folder: Path) -> Path:
+    """A folder of this machine. Addresses such as s3://bucket/run are refused."""
+    if re.match("[a-z][a-z0-9+.-]+:/", str(folder)):
+        refuse(f"{folder} is an address, and a run is written to a folder of this machine; use a folder and copy it")
+    return folder

@@ -1,10 +1,12 @@
 """Commands for one run."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.options import configure, exit_code, free_folder, override
+from trimtab.cli.options import configure, exit_code, local, override
+from trimtab.screen import printable
 
 
 def train(recipe: str, /, *, out: Path | None = None, fields: tuple[str, ...] = ()) -> int:
@@ -14,36 +16,56 @@ def train(recipe: str, /, *, out: Path | None = None, fields: tuple[str, ...] = 
         out: folder of the run; default: a new one in runs/
     """
     config = configure(recipe, fields, "train")
-    folder = out or free_folder(Path("runs"), recipe)
     from trimtab.train import train
 
-    return report_end(train(config, folder), folder)
+    return report_end(train(config, local(out) if out else Path("runs") / recipe, numbered=out is None))
 
 
-def resume(folder: Path, /, *, step: int | None = None, force: bool = False, fields: tuple[str, ...] = ()) -> int:
+def resume(
+    folder: Path,
+    /,
+    *,
+    step: int | None = None,
+    force: bool = False,
+    trust: str | None = None,
+    fields: tuple[str, ...] = (),
+) -> int:
     """Continue a run from its last checkpoint: trimtab resume runs/gpt-tiny
 
+    A run that is complete is left as it is, unless a step or a changed field is given.
+
     Args:
-        step: continue from the checkpoint of this step
-        force: allow changed fields that change the result
+        step: continue from the checkpoint of this step; later steps are removed. 0: from the start
+        force: allow changed fields that change the result, changed data, and a log with lost lines
+        trust: the code package.file:function of a user-defined model, which is run
     """
     from trimtab.train import resume
     from trimtab.train.config import load_config
 
-    config = override(load_config(folder)[0], fields, f"trimtab resume {folder}")
-    return report_end(resume(folder, config, step=step, force=force), folder)
+    config = override(load_config(local(folder), trust=trust)[0], fields, f"trimtab resume {folder}")
+    return report_end(resume(folder, config, step=step, force=force))
 
 
-def evaluate(folder: Path, /, *, step: int | None = None, batches: int = 32) -> int:
+def evaluate(
+    folder: Path,
+    /,
+    *,
+    step: int | None = None,
+    batches: int = 32,
+    force: bool = False,
+    trust: str | None = None,
+) -> int:
     """Validation loss of a run at full length; zero-shot accuracy of a CLIP.
 
     Args:
         step: of the checkpoint; default: the last one, -1: the best
         batches: number of validation batches
+        force: evaluate also on data that has changed since the training
+        trust: the code package.file:function of a user-defined model, which is run
     """
     from trimtab.train import evaluate
 
-    for name, value in evaluate(folder, step=step, batches=batches).items():
+    for name, value in evaluate(folder, step=step, batches=batches, force=force, trust=trust).items():
         print(f"{name:16} {value:.4f}" if isinstance(value, float) else f"{name:16} {value}")
     return 0
 
@@ -58,6 +80,7 @@ def sample(
     top_k: int | None = 50,
     seed: int = 0,
     step: int | None = None,
+    trust: str | None = None,
 ) -> int:
     """Generate text with a trained GPT.
 
@@ -68,11 +91,14 @@ def sample(
         top_k: sample among this many tokens
         seed: of the random numbers
         step: of the checkpoint; default: the last one, -1: the best
+        trust: the code package.file:function of a user-defined model, which is run
     """
     from trimtab.train import sample
 
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "step": step}
-    print(sample(folder, prompt=prompt, tokens=tokens, **options))
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed, "step": step, "trust": trust}
+    text = sample(folder, prompt=prompt, tokens=tokens, **options)
+    # A model can write any byte; on a terminal, control characters are escaped.
+    print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
     return 0
 
 
@@ -96,7 +122,7 @@ def explain(folder: Path, /) -> int:
     return 0
 
 
-def report_end(result: dict[str, Any], folder: Path) -> int:
+def report_end(result: dict[str, Any]) -> int:
     """Print how a run ended; return the exit code."""
     loss = "none" if result["validation_loss"] is None else f"{result['validation_loss']:.4f}"
     clocks = f"{result['step']} steps, {result['tokens']:,} tokens, {result['seconds']:.0f} s"
@@ -105,5 +131,5 @@ def report_end(result: dict[str, Any], folder: Path) -> int:
         most = result["most_compilations"]
         lines.append(f"torch.compile: {result['compilations']} compilations, at most {most} expected")
     if os.environ.get("RANK", "0") == "0":  # of torchrun: only the first process prints
-        print("\n".join([*lines, f"the run is in {folder}"]))
+        print("\n".join([*lines, f"the run is in {result['folder']}"]))
     return exit_code(result["why"])

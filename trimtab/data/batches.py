@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trimtab.data.corpus import Corpus
+from trimtab.data.files import show
 from trimtab.data.order import ROUNDS, Ordered, epoch_keys, permute
 
 
@@ -45,7 +46,7 @@ class TextBatches(Ordered):
         if size < context + 1:
             advice = f"try context={size - 1} or less" if size > 1 else "give a longer text"
             raise ValueError(
-                f"the {split} split of {corpus.name} has {size} tokens, shorter than one window of "
+                f"the {split} split of {show(corpus.name)} has {size} tokens, shorter than one window of "
                 f"context={context} and the token after it; {advice}"
             )
         self.context = context

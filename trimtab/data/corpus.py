@@ -11,20 +11,39 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.data.cache import build_folder, cache_dir, read_json, read_meta, write_json
+from trimtab.data.cache import Meta, Sha256, build_folder, cache_dir, read_json, read_meta, write_json
 from trimtab.data.datasets import find_dataset
-from trimtab.data.sources import Documents, Survey, find_files, find_stdlib, hash_file
+from trimtab.data.files import expand_home, hash_file, show
+from trimtab.data.sources import Documents, Survey, find_files, find_stdlib
 from trimtab.data.token_files import holds_tokens, map_tokens, open_token_files
 from trimtab.data.tokenizers import TextTokenizer, check_spec, load_tokenizer, make_tokenizer
 
 SPLITS = ("train", "validation")
-FORMAT = 2  # version of a cache folder, part of its name
+FORMAT = 3  # version of a cache folder, part of its name
 PIECES_AT_ONCE = 64  # at most a megabyte each: enough for `tokenizers` to use all cores
+
+
+class Listing(TypedDict):
+    """What a survey found, for files with the same names, sizes and times."""
+
+    sha256: Sha256
+    skipped: list[str]
+
+
+class SplitHashes(TypedDict):
+    train: Sha256
+    validation: Sha256
+
+
+class CorpusMeta(Meta):
+    text_sha256: Sha256
+    dtype: Literal["uint16", "uint32"]
+    sha256: SplitHashes
 
 
 @dataclass(frozen=True)
@@ -66,12 +85,12 @@ class Corpus:
         return self.tokenizer.decode(ids)
 
     def verify(self) -> None:
-        """Read every token file again and compare its sha256. (Opening a corpus compares sizes only.)"""
+        """Read every token file again and compare its sha256. (Opening does so if its time has changed.)"""
         for path, expected in self.files.items():
             found = hash_file(path)
             if found != expected:
                 change = f"sha256 {found[:16]}, expected {expected[:16]}"
-                raise ValueError(f"{path} has changed: {change}; delete its folder")
+                raise ValueError(f"{show(path)} has changed: {change}; delete its folder")
 
 
 def open_corpus(
@@ -86,27 +105,35 @@ def open_corpus(
             "file:" is possible.
         cache: folder for tokens; by default see `cache_dir`.
     """
-    name, root = str(name_or_path), cache_dir(cache)
-    if holds_tokens(Path(name).expanduser()):
-        return Corpus(name, *open_token_files(Path(name).expanduser(), tokenizer, root))
+    name, path, root = str(name_or_path), expand_home(name_or_path), cache_dir(cache)
+    if holds_tokens(path):
+        return Corpus(name, *open_token_files(path, tokenizer, root))
     check_spec(tokenizer)
-    if name == "stdlib":
-        source = find_stdlib()
-    else:
-        source = find_dataset(name) if name.startswith("hf:") else find_files(Path(name).expanduser())
+    source = find_stdlib() if name == "stdlib" else find_dataset(name) if name.startswith("hf:") else find_files(path)
     listing = root / "listings" / f"{source.fingerprint}.json"
-    known = read_json(listing)
-    meta = None if known is None else read_meta(_folder(root, known["sha256"], tokenizer))
-    if known is None or meta is None:
+    known = read_json(listing, Listing)
+    opened = None if known is None else _load(_folder(root, known["sha256"], tokenizer))
+    if known is None or opened is None:
         survey = source.survey()
         known = {"sha256": survey.sha256, "skipped": list(survey.skipped)}
-        meta = build_folder(_folder(root, survey.sha256, tokenizer), lambda work: _fill(work, survey, tokenizer))
+        folder = _folder(root, survey.sha256, tokenizer)
+        opened = build_folder(folder, lambda work: _fill(work, survey, tokenizer), _load)
         write_json(listing, known)
-    folder = _folder(root, known["sha256"], tokenizer)
-    splits = {split: map_tokens(folder / f"{split}.bin", meta["dtype"]) for split in SPLITS}
-    files = {folder / f"{split}.bin": meta["sha256"][split] for split in SPLITS}
-    own = load_tokenizer(folder / "tokenizer.json")
-    return Corpus(source.name, known["sha256"], own, splits, files, tuple(known["skipped"]))
+    return Corpus(source.name, *opened, tuple(known["skipped"]))
+
+
+def _load(folder: Path) -> tuple[str, TextTokenizer, dict[str, NDArray[Any]], dict[Path, str]] | None:
+    """The sha256, tokenizer, splits and hashes of a folder of the cache; None if it is missing or damaged."""
+    meta = read_meta(folder, CorpusMeta)
+    if meta is None:
+        return None
+    try:
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        splits = {split: map_tokens(folder / f"{split}.bin", meta["dtype"]) for split in SPLITS}
+    except ValueError:
+        return None
+    hashes = {folder / "train.bin": meta["sha256"]["train"], folder / "validation.bin": meta["sha256"]["validation"]}
+    return meta["text_sha256"], tokenizer, splits, hashes
 
 
 def _folder(root: Path, sha256: str, spec: str) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trimtab.data.files import show
 from trimtab.data.sources import PIECE, Documents, Source, Survey, cut_pieces, is_validation
 from trimtab.hints import load_extra
 
@@ -32,17 +33,18 @@ def _load(library: Any, name: str) -> Any:
         path, _, config = name.partition(":")
         return library.load_dataset(path, config or None)
     except Exception as error:  # network, names and formats raise many classes of several packages
-        raise ValueError(f"cannot load the dataset {name!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"cannot load the dataset {name!r}: {type(error).__name__}: {show(error)}") from error
 
 
 def _parts(loaded: Any, name: str) -> dict[str, Any]:
     """Tables by split: `train`, and `validation` if the dataset has one."""
     tables = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if "train" not in tables:
-        raise ValueError(f"{name} has the splits {', '.join(map(str, tables))} but no train")
+        raise ValueError(f"{show(name)} has the splits {show(', '.join(map(str, tables)))} but no train")
     for table in tables.values():
         if COLUMN not in table.column_names:
-            raise ValueError(f"{name} has the columns {', '.join(table.column_names)} but no {COLUMN!r}")
+            columns = ", ".join(map(str, table.column_names))
+            raise ValueError(f"{show(name)} has the columns {show(columns)} but no {COLUMN!r}")
     other = next((split for split in ("validation", "test") if split in tables), None)
     parts = {"train": tables["train"].select_columns([COLUMN])}
     return parts | {"validation": tables[other].select_columns([COLUMN])} if other else parts
@@ -56,7 +58,7 @@ def _survey(name: str, parts: dict[str, Any]) -> Survey:
             digest.update(f"{split} {len(text)}\n".encode() + text)
     if not all(rows.values()):
         counts = ", ".join(f"{count} rows for {split}" for split, count in rows.items())
-        raise ValueError(f"{name} has too little text to split: {counts}; give a larger dataset")
+        raise ValueError(f"{show(name)} has too little text to split: {counts}; give a larger dataset")
 
     def documents(split: str) -> Documents:
         return lambda: (_pieces(text) for text in _texts(parts, split))
@@ -69,6 +71,8 @@ def _texts(parts: dict[str, Any], split: str) -> Iterator[bytes]:
     own = split in parts and "validation" in parts
     for batch in (parts[split] if own else parts["train"]).iter(batch_size=1000):
         for row in batch[COLUMN]:
+            if not isinstance(row, str | None):
+                raise ValueError(f"the column {COLUMN!r} holds {type(row).__name__} where text is expected")
             text = (row or "").encode()
             if text and (own or is_validation(hashlib.sha256(text).hexdigest()) == (split == "validation")):
                 yield text

@@ -9,27 +9,35 @@ Pairs whose pixels or caption equal those of an earlier pair are dropped. The sp
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trimtab.data.cache import build_folder, cache_dir
+from trimtab.data.cache import Meta, Sha256, build_folder, cache_dir, read_meta
+from trimtab.data.files import hash_file, open_file, show
 from trimtab.data.order import Ordered, permute
-from trimtab.data.pictures import Pair, draw_emoji, draw_shapes, drop_duplicates, emoji_versions
+from trimtab.data.pictures import Pair, check_array, draw_emoji, draw_shapes, drop_duplicates, emoji_versions
 from trimtab.data.shards import find_shards, read_pairs
-from trimtab.data.sources import fingerprint_files, hash_file, is_validation
+from trimtab.data.sources import fingerprint_files, is_validation
 
-FORMAT = 2  # of a cache folder
+FORMAT = 3  # of a cache folder
 SMALLEST, LARGEST = 8, 512  # pixels per side
 # Of the pictures that CLIP was trained on (Radford et al. 2021); CLIP models expect them.
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+
+
+class PairsMeta(Meta):
+    texts: Annotated[list[tuple[str, str]], msgspec.Meta(min_length=2)]
+    sha256: Sha256
 
 
 @dataclass(frozen=True)
@@ -87,7 +95,7 @@ class PairBatches(Ordered):
         self.pairs, self.split, self.tokenizer = pairs, split, tokenizer
         self.chosen = pairs.indices(split)
         if not len(self.chosen):
-            raise ValueError(f"the {split} split of {pairs.name} is empty")
+            raise ValueError(f"the {split} split of {show(pairs.name)} is empty")
 
     @property
     def epoch(self) -> float:
@@ -97,7 +105,8 @@ class PairBatches(Ordered):
         """This process's pairs of the next global batch: `images` float32 [batch / world, 3, S, S] and `captions`."""
         share, size = self.share(batch), len(self.chosen)
         if batch > size:
-            raise ValueError(f"batch={batch} is above the {size} pairs of {self.pairs.name}; try batch={size} or less")
+            name = show(self.pairs.name)
+            raise ValueError(f"batch={batch} is above the {size} pairs of {name}; try batch={size} or less")
         if self.position % size + batch > size:
             self.position += -self.position % size
         epoch, place = divmod(self.position, size)
@@ -116,9 +125,8 @@ def open_pairs(name_or_path: str | Path = "emoji", *, size: int = 32, cache: str
     name = str(name_or_path)
     identity, draw = _find(name, size)
     folder = cache_dir(cache) / "pairs" / f"{identity}-{size}px-v{FORMAT}"
-    meta = build_folder(folder, lambda work: _fill(work, draw(), size, name))
-    pixels = np.lib.format.open_memmap(folder / "pixels.npy", mode="r")
-    texts = [(caption, concept) for caption, concept in meta["texts"]]
+    meta, pixels = build_folder(folder, lambda work: _fill(work, draw(), size, name), lambda found: _load(found, size))
+    texts = meta["texts"]
     return Pairs(name, size, meta["sha256"], pixels, texts, _split([concept for _, concept in texts]))
 
 
@@ -135,11 +143,24 @@ def _find(name: str, size: int) -> tuple[str, Callable[[], Iterator[Pair]]]:
         return "shapes", lambda: draw_shapes(size)
     if name == "emoji":
         return f"emoji-{emoji_versions()}", lambda: draw_emoji(size)
-    if not (name.endswith((".tar", "}")) or Path(name).is_dir()):
-        raise ValueError(f"no pairs at {name!r}; try 'emoji', 'shapes', a .tar file or a folder of them")
+    if not (name.endswith((".tar", "}")) or os.path.isdir(name)):
+        raise ValueError(f"no pairs at {show(repr(name))}; try 'emoji', 'shapes', a .tar file or a folder of them")
     shards = find_shards(name)
     mark = fingerprint_files(shard.resolve() for shard in shards)
     return f"shards-{mark[:32]}", lambda: read_pairs(shards, size)
+
+
+def _load(folder: Path, size: int) -> tuple[PairsMeta, NDArray[np.uint8]] | None:
+    """The meta and the pixels of a folder of the cache; None if it is missing or damaged."""
+    meta, file = read_meta(folder, PairsMeta), folder / "pixels.npy"
+    if meta is None:
+        return None
+    try:
+        with open_file(file) as opened:
+            check_array(opened, (len(meta["texts"]), size, size, 3))
+        return meta, np.lib.format.open_memmap(file, mode="r")
+    except ValueError:
+        return None
 
 
 def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> dict[str, Any]:
@@ -150,7 +171,7 @@ def _fill(folder: Path, pairs: Iterator[Pair], size: int, name: str) -> dict[str
             raw.write(pair.pixels.tobytes())
             texts.append((pair.caption, pair.concept))
     if len(texts) < 2:
-        raise ValueError(f"{name} has {len(texts)} different pairs; a contrastive loss needs at least two")
+        raise ValueError(f"{show(name)} has {len(texts)} different pairs; a contrastive loss needs at least two")
     flat = np.memmap(folder / "raw", np.uint8, mode="r", shape=(len(texts), size, size, 3))
     np.save(folder / "pixels.npy", flat)
     del flat

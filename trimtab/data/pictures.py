@@ -5,14 +5,16 @@ concept keeps near copies of training pictures out of the validation split.
 """
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.data.files import show
 from trimtab.hints import load_extra
 
 COLOURS = {
@@ -35,6 +37,11 @@ PLACES = {
     "at the bottom right": (0.7, 0.7),
 }
 SAMPLES = 4  # per pixel and side, for smooth edges: small pictures then still differ
+
+# Pillow opens dozens of formats, some with other programs: PostScript starts Ghostscript.
+FORMATS = ("PNG", "JPEG", "WEBP")
+MOST_PIXELS = 1 << 26  # 8192 x 8192: decoding takes up to five copies with 4 bytes per pixel, 1.3 GB
+LONGEST_SIDE = (1 << 16) - 1  # the longest of a JPEG; the memory of resizing grows with it
 
 SKIN_TONES = re.compile("[\U0001f3fb-\U0001f3ff]")
 PEOPLE = re.compile(r"\b(man|men|woman|women|person|people|boy|girl|adult|child|older|old|facing right)\b")
@@ -81,11 +88,34 @@ def emoji_versions() -> str:
 
 def read_picture(image: Any, file: Any, size: int) -> NDArray[np.uint8]:
     """Decode with Pillow: any mode, transparency on white, resized to a square."""
-    with image.open(file) as opened:
-        picture = opened.convert("RGBA")
-    white = image.new("RGBA", picture.size, (255, 255, 255, 255))
-    flat = image.alpha_composite(white, picture).convert("RGB")
-    return np.asarray(flat.resize((size, size), image.Resampling.LANCZOS))
+    try:
+        with warnings.catch_warnings():
+            # Pillow reads the header only. It warns above a limit of its own, which is higher than the one here.
+            warnings.simplefilter("ignore", image.DecompressionBombWarning)
+            opened = image.open(file, formats=FORMATS)
+        with opened:
+            width, height = opened.size
+            if width * height > MOST_PIXELS or max(width, height) > LONGEST_SIDE:
+                raise ValueError(f"it has {width} x {height} pixels")
+            picture = opened.convert("RGBA")
+        white = image.new("RGBA", picture.size, (255, 255, 255, 255))
+        flat = image.alpha_composite(white, picture).convert("RGB")
+        return np.asarray(flat.resize((size, size), image.Resampling.LANCZOS))
+    except Exception as error:  # Pillow has no class for broken pictures: SyntaxError, struct.error, EOFError, ...
+        limit = f"at most {MOST_PIXELS} pixels, {LONGEST_SIDE} per side"
+        raise ValueError(f"{show(error)}; a picture is {', '.join(FORMATS)} with {limit}") from error
+
+
+def check_array(file: BinaryIO, shape: tuple[int, ...]) -> None:
+    """Compare the header of an .npy file, before numpy allocates what it claims or unpickles what it holds."""
+    try:
+        version = np.lib.format.read_magic(file)
+        headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        found, _, dtype = headers[version](file)
+    except Exception as error:  # a damaged header raises many classes
+        raise ValueError(f"not an .npy file: {show(error)}") from error
+    if found != shape or dtype != np.uint8:
+        raise ValueError(f"got {show(dtype)} {show(found)}")
 
 
 def find_concept(caption: str) -> str:

@@ -9,10 +9,13 @@ Text is read in pieces of at most a megabyte, cut at line ends, so a corpus may 
 
 import codecs
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from trimtab.data.files import not_a_file, open_file, show
 
 PIECE = 1 << 20  # bytes
 VALIDATION = 0.1  # share of the files, or of a single file's bytes
@@ -61,30 +64,20 @@ def find_stdlib() -> Source:
 
 def find_files(path: Path) -> Source:
     """One text file, or all text files below a folder except hidden ones."""
-    if path.is_file():
-        return _make_source(str(path), path.parent, [path])
-    if not path.is_dir():
-        raise ValueError(f"no corpus at {path}: give 'stdlib', a text file, a folder, a .bin file or 'hf:<dataset>'")
+    if not os.path.isdir(path):
+        if os.path.lexists(path):
+            return _make_source(str(path), path.parent, [path])
+        advice = "give 'stdlib', a text file, a folder, a .bin file or 'hf:<dataset>'"
+        raise ValueError(f"no corpus at {show(path)}: {advice}")
     paths = list(_walk(path, set()))
     if not paths:
-        raise ValueError(f"{path} is an empty folder; put text files in it, or use 'stdlib'")
+        raise ValueError(f"{show(path)} is an empty folder; put text files in it, or use 'stdlib'")
     return _make_source(str(path), path, paths)
 
 
 def sha256_of(paths: Iterable[tuple[str, str]]) -> str:
     """One sha256 for many files, from (name, sha256) of each: the output of `sha256sum * | sha256sum`."""
-    return hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in paths).encode()).hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while chunk := file.read(PIECE):
-                digest.update(chunk)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    return digest.hexdigest()
+    return _hash("".join(f"{digest}  {name}\n" for name, digest in paths))
 
 
 def is_validation(digest: str) -> bool:
@@ -92,10 +85,8 @@ def is_validation(digest: str) -> bool:
 
 
 def fingerprint_files(paths: Iterable[Path]) -> str:
-    stats = ((path, path.stat()) for path in paths)
-    return hashlib.sha256(
-        "".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n" for path, stat in stats).encode()
-    ).hexdigest()
+    stats = ((path, path.stat() if os.path.exists(path) else path.lstat()) for path in paths)
+    return _hash("".join(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\n" for path, stat in stats))
 
 
 def cut_pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -111,20 +102,34 @@ def cut_pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield rest
 
 
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()  # names of files may not be UTF-8
+
+
 def _make_source(name: str, root: Path, paths: list[Path]) -> Source:
+    # A link that leads nowhere or in a circle cannot be resolved. It stays in the list, for its reason to be named.
+    resolved = ((path, path.resolve() if os.path.exists(path) else path.absolute()) for path in paths)
     # Sorted by name: the order must not depend on the system.
-    named = sorted((path.relative_to(root).as_posix(), path.resolve()) for path in paths)
+    named = sorted((path.relative_to(root).as_posix(), found) for path, found in resolved)
     return Source(name, fingerprint_files(path for _, path in named), lambda: _survey(name, named))
 
 
 def _walk(root: Path, leave_out: set[str]) -> Iterator[Path]:
-    for path in sorted(root.iterdir()):
-        if path.name.startswith(".") or path.name in leave_out:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            yield from _walk(path, leave_out)
-        elif path.is_file():
-            yield path
+    """All files below a folder, also pipes and the like, without following links to folders."""
+    folders = [root]
+    while folders:
+        try:
+            found = list(folders[-1].iterdir())
+        except OSError as error:
+            raise ValueError(f"cannot read {show(folders[-1])}: {error.strerror}") from error
+        folders.pop()
+        for path in found:
+            if path.name.startswith(".") or path.name in leave_out:
+                continue
+            if not os.path.isdir(path):
+                yield path
+            elif not path.is_symlink():
+                folders.append(path)
 
 
 def _survey(name: str, named: list[tuple[str, Path]]) -> Survey:
@@ -132,12 +137,12 @@ def _survey(name: str, named: list[tuple[str, Path]]) -> Survey:
     for relative, path in named:
         digest, wrong = _inspect(path)
         if wrong:
-            skipped.append(f"{relative} ({wrong})")
+            skipped.append(f"{show(relative)} ({wrong})")
         elif path.stat().st_size:  # an empty document would give two end tokens in a row
             files.append(TextFile(path, relative, digest, 0, path.stat().st_size))
     if not files:
         reason = f"not UTF-8 text: {skipped[0]}" if skipped else "empty"
-        raise ValueError(f"{name} holds no text ({reason}); a corpus is UTF-8 text or a .bin file of tokens")
+        raise ValueError(f"{show(name)} holds no text ({reason}); a corpus is UTF-8 text or a .bin file of tokens")
     sha256 = files[0].sha256 if len(named) == 1 else sha256_of((file.name, file.sha256) for file in files)
 
     def documents(part: list[TextFile]) -> Documents:
@@ -148,11 +153,13 @@ def _survey(name: str, named: list[tuple[str, Path]]) -> Survey:
 
 def _inspect(path: Path) -> tuple[str, str]:
     """Return the sha256, and why the file is not text ("" if it is)."""
-    digest, decoder, wrong = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), ""
-    with open(path, "rb") as file:
+    digest, decoder, wrong = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), not_a_file(path)
+    if wrong:
+        return "", wrong
+    with open_file(path) as file:
         last = False
         while not last:
-            chunk = file.read(PIECE)
+            chunk = file.read(PIECE) or b""  # None: a file of the kernel that has nothing to read yet
             last = not chunk
             digest.update(chunk)
             try:
@@ -196,7 +203,7 @@ def _split_one(file: TextFile) -> dict[str, list[TextFile]]:
     """The last tenth, starting at a line if possible, else at a character."""
     size = file.stop
     cut = size - max(int(size * VALIDATION), 1)
-    with open(file.path, "rb") as handle:
+    with open_file(file.path) as handle:
         handle.seek(cut)
         ahead = handle.read(PIECE)
         line = cut + ahead.find(b"\n") + 1
@@ -224,12 +231,12 @@ def _character_start(text: bytes, cut: int) -> int:
 
 
 def _chunks(file: TextFile) -> Iterator[bytes]:
-    with open(file.path, "rb") as handle:
+    with open_file(file.path) as handle:
         handle.seek(file.start)
         left = file.stop - file.start
         while left:
             chunk = handle.read(min(PIECE, left))
             if not chunk:
-                raise ValueError(f"{file.path} became shorter while it was read; try again when it is complete")
+                raise ValueError(f"{show(file.path)} became shorter while it was read; try again when it is complete")
             left -= len(chunk)
             yield chunk

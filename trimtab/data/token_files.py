@@ -5,21 +5,38 @@ is the largest id plus one, unless a `tokenizer.json` is given or is in the same
 {"dtype": "uint32"} in the same folder means 32-bit ids.
 """
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trimtab.data.cache import read_json, write_json
-from trimtab.data.sources import VALIDATION, VALIDATION_NAMES, fingerprint_files, hash_file, sha256_of
+from trimtab.data.cache import Sha256, read_json, write_json
+from trimtab.data.files import hash_file, not_a_file, open_file, require_json, show
+from trimtab.data.sources import VALIDATION, VALIDATION_NAMES, fingerprint_files, sha256_of
 from trimtab.data.tokenizers import Ids, TextTokenizer, load_tokenizer
 
 CHUNK = 1 << 22  # tokens read at once
 
 
+class Description(TypedDict, total=False):
+    """The part of `meta.json` that is used."""
+
+    dtype: str
+
+
+class Summary(TypedDict):
+    """What a full read of token files found."""
+
+    sha256: Sha256
+    files: list[Sha256]
+    vocab: Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+
+
 def holds_tokens(path: Path) -> bool:
-    return path.suffix == ".bin" or (path / "train.bin").is_file()
+    return path.suffix == ".bin" or os.path.isfile(path / "train.bin")
 
 
 def open_token_files(
@@ -41,41 +58,44 @@ def open_token_files(
 def map_tokens(path: Path, dtype: str) -> NDArray[Any]:
     """Memory-map a token file."""
     kind = np.dtype(dtype).newbyteorder("<")
-    size = path.stat().st_size
-    if size % kind.itemsize:
-        raise ValueError(
-            f"{path} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated or not tokens"
-        )
-    # An empty file cannot be mapped.
-    return np.memmap(path, kind, mode="r") if size else np.empty(0, kind)
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size % kind.itemsize:
+            raise ValueError(
+                f"{show(path)} has {size} bytes, not a multiple of {kind.itemsize} ({dtype}): truncated or not tokens"
+            )
+        # An empty file cannot be mapped.
+        return np.memmap(file, kind, mode="r") if size else np.empty(0, kind)
 
 
 def _find(path: Path) -> list[Path]:
-    if not path.is_dir():
-        if not path.is_file():
-            raise ValueError(f"no token file at {path}")
+    if not os.path.isdir(path):
+        if not os.path.isfile(path):
+            raise ValueError(f"no token file at {show(path)}: {not_a_file(path)}")
         if not path.stat().st_size:
-            raise ValueError(f"{path} is empty; a token file is raw uint16, as nanoGPT's prepare.py writes")
+            raise ValueError(f"{show(path)} is empty; a token file is raw uint16, as nanoGPT's prepare.py writes")
         return [path]
-    validation = [path / f"{name}.bin" for name in VALIDATION_NAMES if (path / f"{name}.bin").is_file()]
+    validation = [path / f"{name}.bin" for name in VALIDATION_NAMES if os.path.isfile(path / f"{name}.bin")]
     if not validation:
-        raise ValueError(f"{path} has train.bin but no val.bin; put one there, or give train.bin to have it split")
+        raise ValueError(f"{show(path)} has train.bin but no val.bin; put one there, or give train.bin to split it")
     return [path / "train.bin", validation[0]]
 
 
 def _dtype(folder: Path) -> np.dtype[Any]:
-    name: str = (read_json(folder / "meta.json") or {}).get("dtype", "uint16")
+    file = folder / "meta.json"
+    described = require_json(file, Description, "description of tokens") if os.path.lexists(file) else Description()
+    name = described.get("dtype", "uint16")
     if name not in ("uint16", "uint32"):
-        raise ValueError(f"{folder / 'meta.json'} has dtype {name!r}; tokens are uint16 or uint32")
+        raise ValueError(f"{show(file)} has dtype {show(repr(name))}; tokens are uint16 or uint32")
     return np.dtype(name)
 
 
-def _summary(files: list[Path], dtype: np.dtype[Any], root: Path) -> dict[str, Any]:
+def _summary(files: list[Path], dtype: np.dtype[Any], root: Path) -> Summary:
     """The sha256 and the vocabulary. They need a full read, so they are cached while the files do not change."""
     resolved = [file.resolve() for file in files]
     listing = root / "listings" / f"{fingerprint_files(resolved)}-{dtype.name}.json"
-    known = read_json(listing)
-    if known is None:
+    known = read_json(listing, Summary)
+    if known is None or len(known["files"]) != len(files):
         digests = [(file.name, hash_file(file)) for file in files]
         sha256 = digests[0][1] if len(files) == 1 else sha256_of(digests)
         vocab = max(_largest(map_tokens(file, dtype.name)) for file in files) + 1
@@ -95,15 +115,16 @@ def _tokenizer(folder: Path, spec: str, vocab: int, dtype: np.dtype[Any]) -> Tex
         tokenizer = load_tokenizer(spec.removeprefix("file:"))
     elif spec != "bytes":
         raise ValueError(
-            f"{folder} holds tokens, which tokenizer={spec!r} cannot change; try tokenizer='file:<their json>'"
+            f"{show(folder)} holds tokens, which tokenizer={spec!r} cannot change; try tokenizer='file:<their json>'"
         )
     else:
-        tokenizer = load_tokenizer(beside) if beside.is_file() else Ids(vocab)
+        tokenizer = load_tokenizer(beside) if os.path.lexists(beside) else Ids(vocab)
     if vocab > tokenizer.vocab:
-        raise ValueError(f"{folder} has token {vocab - 1}, outside the tokenizer's vocabulary of {tokenizer.vocab}")
+        outside = f"token {vocab - 1}, outside the tokenizer's vocabulary of {tokenizer.vocab}"
+        raise ValueError(f"{show(folder)} has {outside}")
     if tokenizer.vocab > np.iinfo(dtype).max + 1:
         raise ValueError(
-            f"a vocabulary of {tokenizer.vocab} does not fit {dtype.name} tokens; if {folder} holds 32-bit ids, "
+            f"a vocabulary of {tokenizer.vocab} does not fit {dtype.name} tokens; if {show(folder)} holds 32-bit ids, "
             'put {"dtype": "uint32"} in its meta.json'
         )
     return tokenizer

@@ -10,17 +10,21 @@ No text encodes to the end token, so it always separates documents. All three de
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.data.files import require_json, show
 from trimtab.hints import load_extra
 
 END = "<|end|>"  # the end of a document in the output of `decode`
 FOREIGN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # end tokens of other tokenizers
 SMALLEST_BPE = 257  # all bytes and the end
+LARGEST_BPE = 1 << 20  # four times the largest in use; the trainer reserves memory for all and aborts if it cannot
+LARGEST_ID = 1 << 24  # a model has a row for every id up to the largest
 LEARN_BYTES = 64 << 20  # BPE is trained on the first 64 MB: later text hardly changes the merges
 
 
@@ -79,23 +83,25 @@ class Bytes(TextTokenizer):
 class BPE(TextTokenizer):
     """A tokenizer of the package `tokenizers`, from its JSON. If it has no end token, one id is added."""
 
-    def __init__(self, described: dict[str, Any]) -> None:
+    def __init__(self, described: Any, name: str = "this") -> None:
         library = load_extra("tokenizers", extra="hf", purpose="byte-pair encoding")
-        try:
+        with _explained(f"{name} is not a tokenizer.json of the package tokenizers"):
             self.inner = library.Tokenizer.from_str(json.dumps(described))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"not a tokenizer.json of the package tokenizers: {error}") from None
         # "</s>" in a document is encoded as text, not as the end token.
         self.inner.encode_special_tokens = True
         self.inner.no_truncation()
         self.inner.no_padding()
-        ends = [self.inner.token_to_id(name) for name in FOREIGN_ENDS]
-        size = self.inner.get_vocab_size(with_added_tokens=True)
+        ends = [self.inner.token_to_id(end) for end in FOREIGN_ENDS]
+        # Not the number of tokens: ids may have gaps.
+        size = max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if size > LARGEST_ID:
+            raise ValueError(f"{name} has the id {size - 1}; a tokenizer.json has ids below {LARGEST_ID}")
         self.end = next((i for i in ends if i is not None), size)
         self.vocab = max(size, self.end + 1)
 
     def encode_many(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
-        encodings = self.inner.encode_batch([piece.decode() for piece in pieces], add_special_tokens=False)
+        with _explained("the tokenizer cannot encode this text; try 'bytes'"):
+            encodings = self.inner.encode_batch([piece.decode() for piece in pieces], add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def join(self, ids: list[int]) -> str:
@@ -142,6 +148,8 @@ def check_spec(spec: str) -> None:
         return
     if kind != "bpe" or not rest.isdecimal():
         raise ValueError(f"unknown tokenizer {spec!r}; try 'bytes', 'bpe:4096' or 'file:tokenizer.json'")
+    if len(rest) > len(str(LARGEST_BPE)) or int(rest) > LARGEST_BPE:
+        raise ValueError(f"{show(repr(spec))} is larger than any vocabulary; try 'bpe:{LARGEST_BPE}' or less")
     if int(rest) < SMALLEST_BPE:
         raise ValueError(f"{spec!r} has no room for 256 bytes and an end token; try 'bpe:{SMALLEST_BPE}' or more")
     load_extra("tokenizers", extra="hf", purpose=f"tokenizer {spec!r}")
@@ -161,20 +169,31 @@ def train_bpe(pieces: Iterable[bytes], vocab: int) -> BPE:
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
     """Read what `save` wrote, or a Hugging Face tokenizer.json."""
-    try:
-        described = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the tokenizer {path}: {error}") from None
-    if isinstance(described, dict) and "model" in described:
-        return BPE(described)
-    kind = described.get("kind") if isinstance(described, dict) else None
+    described = require_json(Path(path), dict[str, Any], "tokenizer")
+    kind, vocab = described.get("kind"), described.get("vocab")
+    if "model" in described:
+        return BPE(described, show(path))
     if kind == "bytes":
         return Bytes()
     if kind == "bpe":
-        return BPE(described["tokenizer"])
-    if kind == "ids":
-        return Ids(described["vocab"])
-    raise ValueError(f"{path} is not a tokenizer: it has neither a 'model' nor one of the kinds bytes, bpe and ids")
+        return BPE(described.get("tokenizer"), show(path))
+    if kind == "ids" and type(vocab) is int and 0 < vocab <= 2**32:
+        return Ids(vocab)
+    raise ValueError(
+        f"{show(path)} is not a tokenizer: it has neither a 'model' nor one of the kinds bytes, bpe and ids"
+    )
+
+
+@contextmanager
+def _explained(message: str) -> Iterator[None]:
+    """Turn errors of the package `tokenizers` into a ValueError: it raises plain Exception, and its Rust code panics
+    with a BaseException."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{message}: {show(error)}") from None
 
 
 def _first(pieces: Iterable[bytes], count: int) -> Iterator[bytes]:

@@ -7,13 +7,18 @@ from the complete cells on any other.
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trimtab.data.cache import cache_dir
 from trimtab.hints import load_extra
-from trimtab.runs.folder import CELLS, CHECKPOINTS, RESULT
+from trimtab.runs import RunError
+from trimtab.runs.folder import CELLS, CHECKPOINTS, FAILURES, FILES, RESULT, STUDY
+
+_BESIDE = (STUDY, FAILURES, *FILES)  # files beside the cells that are read
 
 
 @dataclass(frozen=True)
@@ -24,29 +29,43 @@ class Store:
     url: str | None = None
 
     def pull(self) -> None:
-        """Copy complete cells, without checkpoints, and the files beside the cells to this machine."""
+        """Copy the study and its complete cells, without checkpoints, to this machine."""
         if self.url is None:
             return
-        fs, root = connect(self.url)
-        files = _list(fs, root)
-        complete = {_parent(name) for name in files if name.startswith(f"{CELLS}/") and _is_result(name)}
-        for name in _result_last(files):
-            if "/" in name and _parent(name) not in complete:
-                continue
-            target = self.local / name
-            # The files of a complete cell do not change.
-            if "/" in name and target.exists() and target.stat().st_size == fs.size(files[name]):
-                continue
-            _get(fs, files[name], target)
+        with _explained(self.url):
+            fs, root = connect(self.url)
+            files = _list(fs, root)
+            if files and not {*files} & {*_BESIDE}:
+                raise RunError(f"{self.url} holds {min(files)} and no {STUDY}, so it is not ours; use another address")
+            complete = {_parent(name) for name in files if name.startswith(f"{CELLS}/") and _is_result(name)}
+            for name in _result_last(files):
+                if name not in _BESIDE and _parent(name) not in complete:
+                    continue
+                target = self.local / name
+                # The files of a complete cell do not change.
+                if "/" in name and target.exists() and target.stat().st_size == fs.size(files[name]):
+                    continue
+                self._get(fs, files[name], name)
 
     def pull_cell(self, folder: Path) -> None:
         """Copy a run that a worker on another machine has written to the address."""
         if self.url is not None:
-            fs, root = connect(self.join(folder))
-            files = _list(fs, root)
-            for name in _result_last(files):
-                if not name.startswith(f"{CHECKPOINTS}/"):
-                    _get(fs, files[name], self.local / folder / name)
+            with _explained(self.url):
+                fs, root = connect(self.join(folder))
+                files = _list(fs, root)
+                for name in _result_last(files):
+                    if not name.startswith(f"{CHECKPOINTS}/"):
+                        self._get(fs, files[name], f"{folder.as_posix()}/{name}")
+
+    def _get(self, fs: Any, source: str, name: str) -> None:
+        """Copy a file from the address; `name` is its path below `local`."""
+        target = self.local / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.parent.resolve().is_relative_to(self.local.resolve()):
+            raise RunError(f"{target.parent} is a link that leads out of {self.local}; remove it")
+        temporary = target.with_name(f".{target.name}.tmp")
+        fs.get_file(source, str(temporary))
+        temporary.replace(target)
 
     def has(self, folder: Path) -> bool:
         """Whether a complete run is stored at its final place."""
@@ -104,16 +123,29 @@ def push_run(folder: Path, url: str) -> None:
 def connect(url: str) -> tuple[Any, str]:
     """The file system of an address, and the path in it."""
     fsspec = load_extra("fsspec", extra="lab", purpose=f"writing to {url}")
-    try:
+    with _explained(url):
         fs, root = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"{url} cannot be used: {error}") from None
     return fs, str(root).rstrip("/")
 
 
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """The error of a file system in one line. Each has exceptions of its own."""
+    try:
+        yield
+    except (OSError, RunError):
+        raise
+    except Exception as error:
+        raise RunError(f"{url} cannot be used: {error}") from error
+
+
 def _list(fs: Any, root: str) -> dict[str, str]:
-    """All files under a path, by their relative names."""
-    return {name[len(root) :].strip("/"): name for name in fs.find(root)} if fs.exists(root) else {}
+    """All files under a path, by their relative names. Raises RunError if a name leads out of the path."""
+    found = {name[len(root) :].strip("/"): name for name in fs.find(root)} if fs.exists(root) else {}
+    for name in found:
+        if ".." in PurePosixPath(name).parts or "\\" in name or ":" in name.partition("/")[0]:
+            raise RunError(f"{root or 'the address'} has a file {name!r}, which leads out of its folder")
+    return found
 
 
 def _parent(name: str) -> str:
@@ -124,15 +156,8 @@ def _is_result(name: str) -> bool:
     return name.rpartition("/")[2] == RESULT
 
 
-def _result_last(names: Any) -> list[str]:
+def _result_last(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (_is_result(name), name))
-
-
-def _get(fs: Any, source: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    fs.get_file(source, str(temporary))
-    temporary.replace(target)
 
 
 def _put(fs: Any, source: Path, target: str) -> None:

@@ -25,6 +25,7 @@ from trimtab.lab.interventions import apply, steadied
 from trimtab.lab.sizes import Size, ladder, scaled
 from trimtab.lab.subjects import open_subject, with_steps
 from trimtab.runs.folder import CELLS, FORMAT
+from trimtab.runs.records import whole
 from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json, upgrade
 from trimtab.train.plan import simulate
 
@@ -113,6 +114,10 @@ class Study:
             {"name": c.name, "size": c.size, "lr": c.lr, "arm": c.arm, "seed": c.seed, "folder": c.folder.as_posix()}
             for c in self._cells
         ]
+        return {**self.axes(), "cells": cells}
+
+    def axes(self) -> dict[str, Any]:
+        """All fields as JSON. Does not build the cells, which would import the code of a user-defined model."""
         return {
             "format": FORMAT,
             "name": self.name,
@@ -123,13 +128,12 @@ class Study:
             "lrs": list(self.lrs),
             "arms": [{"name": arm.name, "switches": list(arm.switches)} for arm in self.arms],
             "seeds": list(self.seeds),
-            "cells": cells,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Study":
         """Read what `to_json` wrote, in this format or an earlier one. The cells follow from the rest."""
-        format_ = data.get("format", 1)
+        format_ = whole(data.get("format")) or 1
         if format_ > FORMAT:
             raise ConfigError(f"the study has format {format_}, this version reads up to {FORMAT}; upgrade trimtab")
         try:
@@ -143,7 +147,7 @@ class Study:
                 arms=tuple(Arm(arm["name"], tuple(arm["switches"])) for arm in data["arms"]),
                 seeds=tuple(data["seeds"]),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a saved study: {type(error).__name__} {error}") from None
 
 

@@ -31,6 +31,7 @@ from trimtab.hints import did_you_mean
 from trimtab.lab.sizes import Size, parse_sizes
 from trimtab.lab.study import LRS, QUESTION, SEEDS, SIZES, Arm, Study, compare
 from trimtab.lab.subjects import open_subject
+from trimtab.screen import printable
 from trimtab.train.config import ConfigError, flatten, with_values
 
 # Type and example of each key.
@@ -45,16 +46,26 @@ KEYS: dict[str, tuple[Any, str]] = {
     "arms": (dict[str, str | list[str]], '[arms] and below it: steadied = ["qk-norm", "z-loss"]'),
     "set": (dict[str, Any], "[set] and below it: batch = 16"),
 }
-# Fields that the grid sets. It would overwrite an override, so that is refused.
-GRID = {"optim.lr": "lrs", "seed": "seeds", "steps": "steps"}
+# Fields that other keys set. They would overwrite an override, so that is refused.
+GRID = {"optim.lr": "lrs", "seed": "seeds", "steps": "steps", "model.build": "subject"}
 GRID |= {f"model.{name}": "sizes" for name in ("depth", "width", "heads")}
 
 
-def read_study(path: str | Path) -> Study:
-    """Read a study and build all its configs. Raises ConfigError with the place of a mistake in the file."""
+def read_study(path: str | Path, *, trust: str | None = None) -> Study:
+    """Read a study and build all its configs. Raises ConfigError with the place of a mistake in the file.
+
+    The code of a user-defined model is imported only if `trust` names it: the file may be somebody else's.
+    """
     path = Path(path)
     try:
-        study = make_study(_parse(path), name=path.stem)
+        data = _parse(path)
+        subject = data.get("subject")
+        if isinstance(subject, str) and ":" in subject and subject != trust:
+            shown = printable(subject)
+            raise ConfigError(
+                f"its subject {shown} is code that runs on this machine; if you trust it, --trust {shown}"
+            )
+        study = make_study(data, name=path.stem)
         study.cells()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -113,7 +124,7 @@ def _check(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value!r} is too small or empty; try {example}")
     for name in flatten(value) if key == "set" else ():
         if name in GRID:
-            raise ConfigError(f"set: the grid sets {name}; use {GRID[name]!r} instead")
+            raise ConfigError(f"set: {name} is set by another key; use {GRID[name]!r} instead")
 
 
 def _sizes(value: str | list[Any]) -> list[Size]:

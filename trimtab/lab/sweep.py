@@ -5,9 +5,9 @@
                    +--- retry: the cell raised (once), or --+
                         its worker was lost (as long as the cell makes progress)
 
-A complete cell is never run again. A cell with checkpoints continues from the newest one, exactly. So the same call
-continues a killed sweep, and the numbers are those of an uninterrupted one. A cell that cannot be run is recorded in
-the folder's list of failures and in the summary; the other cells continue.
+A complete cell is never run again, unless its files are damaged. A cell with checkpoints continues from the newest one,
+exactly. So the same call continues a killed sweep, and the numbers are those of an uninterrupted one. A cell that
+cannot be run is recorded in the folder's list of failures and in the summary; the other cells continue.
 """
 
 import json
@@ -23,14 +23,16 @@ from trimtab.lab.executors import Executor, Job, Outcome, make_executor
 from trimtab.lab.store import Store, open_store
 from trimtab.lab.study import Cell, Study
 from trimtab.lab.table import State, open_view
-from trimtab.runs import End, RunError, RunFolder, lock_folder, read_json, replace_json
-from trimtab.runs.folder import CELLS, FAILURES, STUDY
+from trimtab.runs import End, RunError, RunFolder, check_ours, lock_folder, replace_json, require_json
+from trimtab.runs.folder import FAILURES, STUDY
 from trimtab.runs.log import append_line
+from trimtab.screen import open_console
 from trimtab.train.config import ConfigError, to_json
 from trimtab.train.stopping import catch_signals
 
 TRIES = 2  # of a cell that raises
 LOSSES = 5  # workers in a row that a cell may lose without progress
+WORKERS = "workers"  # folder for the output of workers
 TICK_S = 0.25  # between two checks for signals
 
 
@@ -51,8 +53,9 @@ def sweep(
 ) -> Summary:
     """Run the cells of a study that have no result yet, into a folder or an fsspec address. Closes the executor."""
     cells, store = study.cells(), open_store(out)
-    console = console or Console()
+    console = console or open_console()
     with lock_folder(store.local):
+        _check_links(store.local, cells)
         store.pull()
         _write_study(study, store)
         executor = executor or make_executor("local")
@@ -85,7 +88,7 @@ class _Sweep:
     def __post_init__(self) -> None:
         for cell in self.cells:
             folder = self.store.local / cell.folder
-            if RunFolder(folder).complete:
+            if RunFolder(folder).intact:
                 self.states[cell.name].finish(folder, reused=True)
                 if not self.store.has(cell.folder):  # the last sweep was stopped before it was copied
                     self.store.push_cell(cell.folder)
@@ -121,7 +124,7 @@ class _Sweep:
 
     def log_of(self, cell: Cell) -> Path:
         """The file for a worker's output. Not in the run folder, which must be empty when the run starts."""
-        return self.store.local / "workers" / f"{cell.name.replace('/', '_')}.log"
+        return self.store.local / WORKERS / f"{cell.name.replace('/', '_')}.log"
 
     def _settle(self, outcome: Outcome) -> None:
         state = self.states[outcome.name]
@@ -157,7 +160,7 @@ class _Sweep:
                 self.store.pull_cell(cell.folder)
         except OSError as error:
             return Outcome(cell.name, "raised", f"its files could not be copied: {error}")
-        if RunFolder(folder).complete:
+        if RunFolder(folder).intact:
             return outcome
         text = f"a worker has completed it, but its files are not in {folder}; use a folder that all machines share"
         return Outcome(cell.name, "raised", f"{text}, or an address such as s3://bucket/folder")
@@ -185,23 +188,29 @@ def cost(cell: Cell) -> float:
 # --- The folder
 
 
+def _check_links(folder: Path, cells: list[Cell]) -> None:
+    """Raise RunError if a path that the sweep writes to is a link: it may lead out of the folder."""
+    inner = {Path(STUDY), Path(FAILURES), Path(WORKERS)}
+    for cell in cells:
+        inner |= {cell.folder, *cell.folder.parents}
+    for path in sorted(folder / each for each in inner - {Path()}):
+        if path.is_symlink():
+            raise RunError(f"{path} is a symbolic link; link the whole folder of the study instead")
+
+
 def _write_study(study: Study, store: Store) -> None:
     """Save the study, or check that the folder holds the same one. Earlier formats are read."""
     path = store.local / STUDY
+    check_ours(store.local, STUDY)
     if path.exists():
-        data = read_json(path)
-        if data is None:
-            raise RunError(f"{path} is not JSON, so the study of this folder is unknown; use another folder")
         try:
-            saved = Study.from_json(data)
-        except ConfigError as error:
+            saved = Study.from_json(require_json(path))
+        except (ConfigError, RunError) as error:
             raise RunError(f"{path} cannot be read, so the study cannot be continued here: {error}") from None
         saved = replace(saved, question=study.question)  # wording does not matter
         if saved != study:
-            where = _difference(saved.to_json(), study.to_json())
+            where = _difference(saved.axes(), study.axes())
             raise RunError(f"{store.local} holds another study: {where}; use another folder")
-    elif (store.local / CELLS).exists():
-        raise RunError(f"{store.local} has cells but no {STUDY}; use another folder")
     else:
         replace_json(path, study.to_json())
     store.push(STUDY)

@@ -30,12 +30,14 @@ from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.tune_search import Found, find_fluctuation, find_warmup, max_cost, max_trials
 from trimtab.recipes import RECIPES
 from trimtab.report.numbers import count
-from trimtab.runs import End, EventKind, RunError, RunFolder, replace_json
+from trimtab.runs import End, EventKind, RunError, RunFolder, check_ours, lock_folder, replace_json
+from trimtab.screen import open_console
 from trimtab.train import CLIPRun, GPTRun, RunConfig
 from trimtab.train.config import FREE, ConfigError, differences, load_config, to_json
 from trimtab.train.plan import simulate
 
 EVALUATIONS = 4  # within one learning-rate warmup, at least
+TRIALS, RESULT = "trials", "tuning.json"  # in the folder of a search
 KINDS = ("linear", "root")  # schedules with a start and a duration only
 
 
@@ -99,17 +101,25 @@ def tune_seqlen(
     multiples: int = 3,
     limit: float = 1.3,
     recipe: str = "RECIPE",
+    numbered: bool = False,
     console: Console | None = None,
 ) -> Tuning:
-    """Train trials into `out`; return the start and duration to use, also as text.
+    """Train trials into `out`; return the start and duration to use, also as text. The folder is locked.
 
     Args:
         starts: start lengths to try, rising; default: 8, 16, 32, ... below the full length.
         multiples: length of a trial, in multiples of the learning-rate warmup.
         limit: largest perplexity relative to its best so far.
         recipe: the recipe in the command that is returned.
+        numbered: use the first of `out`, `out`-2, `out`-3, ... that does not exist.
     """
-    search = _Search(config, Path(out), console or Console(), starts, multiples=multiples, limit=limit)
+    search = _Search(config, Path(out), console or open_console(), starts, multiples=multiples, limit=limit)
+    with lock_folder(search.out, numbered=numbered) as search.out:
+        check_ours(search.out, TRIALS, RESULT)
+        return _tune(search, recipe)
+
+
+def _tune(search: "_Search", recipe: str) -> Tuning:
     search.print_budget()
     found = find_warmup(search.starts, search.durations, search.window, search.trial)
     words, command = _describe(search, found), None
@@ -168,14 +178,16 @@ class _Search:
         trial = self._run(start, steps)
         self.trials.append(trial)
         reused = " (reused)" if trial.reused else ""
-        self.console.print(f"trial {len(self.trials)} of at most {self.max_trials}: {trial}{reused}", highlight=False)
+        self.console.print(
+            f"trial {len(self.trials)} of at most {self.max_trials}: {trial}{reused}", highlight=False, markup=False
+        )
         at = trial.fluctuates_at
         return at is None or at > self.warmup, at is None
 
     def _run(self, start: int, steps: int) -> Trial:
-        config, folder = self.trial_config(start, steps), Path("trials") / f"start-{start}-steps-{steps}"
+        config, folder = self.trial_config(start, steps), Path(TRIALS) / f"start-{start}-steps-{steps}"
         run = RunFolder(self.out / folder)
-        reused = run.complete
+        reused = run.intact
         if reused:
             _check_same(run.path, config)
         elif not run_cell(run.path, config):
@@ -209,8 +221,7 @@ class _Search:
         data["budget"]["share"] = tuning.budget.share
         for trial in data["trials"]:
             trial["worst"] = trial["worst"] if math.isfinite(trial["worst"]) else None
-        self.out.mkdir(parents=True, exist_ok=True)
-        replace_json(self.out / "tuning.json", data | {"config": to_json(self.config)})
+        replace_json(self.out / RESULT, data | {"config": to_json(self.config)})
 
 
 # --- Checks

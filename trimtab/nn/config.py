@@ -3,14 +3,16 @@
 ConfigError: width=100 does not split into heads=3; try width=99
 """
 
-import math
+import sys
 import types
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from trimtab.nn.kinds import LinearKind
 
 QKNorm = Literal["off", "shared", "per-head", "whole"]
+LARGEST = 2**53  # of whole numbers: more than any machine can hold, and up to here floats are exact
+DEEPEST = 10**5  # blocks; a hundred times the deepest Transformers that were trained (Wang et al. 2022, DeepNet)
 TYPES: dict[type, tuple[str, str]] = {  # name and example, for messages
     int: ("a whole number", "1"),
     float: ("a finite number", "1.0"),
@@ -44,6 +46,8 @@ class BlockConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_at_least(self, 0, "depth")
+        if self.depth > DEEPEST:
+            raise ConfigError(f"depth={self.depth} is more blocks than can be built; try depth={DEEPEST}")
         check_at_least(self, 1, "width", "heads", "mlp_ratio")
         check_positive(self, "norm_eps", "kappa")
         check_splits(self, "width", "heads")
@@ -81,7 +85,7 @@ def check_rope(config: BlockConfig) -> None:
 
 
 def check_types(config: Any) -> None:
-    """Check that every field has its annotated type, and that numbers are finite."""
+    """Check that every field has its annotated type, and that numbers are finite and not too large for a machine."""
     hints = get_type_hints(type(config))
     for field in fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
@@ -94,6 +98,14 @@ def check_types(config: Any) -> None:
         if not any(_is_a(value, kind) for kind in kinds):
             expected = " or ".join(TYPES.get(kind, ("None", ""))[0] for kind in kinds)
             raise ConfigError(f"{field.name}={value!r} is not {expected}; try {field.name}={TYPES[kinds[0]][1]}")
+        check_not_huge(field, value)
+
+
+def check_not_huge(field: Field[Any], value: object, group: str = "") -> None:
+    """Refuse a whole number that no machine can hold or count to: beyond 63 bits it would overflow in PyTorch."""
+    if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+        better = 1 if field.default is MISSING else field.default
+        raise ConfigError(f"{group}{field.name}={value} is too large for any machine; try {group}{field.name}={better}")
 
 
 def check_at_least(config: Any, least: int, *names: str) -> None:
@@ -118,7 +130,8 @@ def check_positive(config: Any, *names: str) -> None:
 
 def _is_a(value: object, kind: type) -> bool:
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        # Compared and not `isfinite`, which raises OverflowError for a large int.
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)

@@ -11,8 +11,16 @@ Colours are in style.css only: a chart names a colour (`--ink`) and page.js inse
 a light page, a dark one and a printed one.
 """
 
-from trimtab.report.page import load_drawing, write_report
+from trimtab.report.page import check_page, load_drawing, write_report
 from trimtab.report.sentences import notes_words, prediction_json, prediction_words
 from trimtab.report.verdict import verdict_words
 
-__all__ = ["load_drawing", "notes_words", "prediction_json", "prediction_words", "verdict_words", "write_report"]
+__all__ = [
+    "check_page",
+    "load_drawing",
+    "notes_words",
+    "prediction_json",
+    "prediction_words",
+    "verdict_words",
+    "write_report",
+]

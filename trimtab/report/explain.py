@@ -72,7 +72,7 @@ def _summary(run: Run) -> str:
         parts.append(f"{alarms.total()} alarms ({', '.join(f'{many} {kind}' for kind, many in alarms.most_common())})")
     if run.broken:
         parts.append(f"{run.broken} lines could not be read")
-    return "; ".join(parts)
+    return "; ".join([*parts, *(f"not as the run wrote it: {text}" for text in run.damage)])
 
 
 Words = tuple[str, str, list[str], str]  # kind, sentence, evidence, remedies

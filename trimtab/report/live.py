@@ -24,6 +24,7 @@ from rich.text import Text
 from trimtab.analysis.thresholds import RMS_SPIKE
 from trimtab.runs import Event, EventKind, Lines, RunFolder, SignalRecord
 from trimtab.runs.records import Json, LayerSignal, number
+from trimtab.screen import printable
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MISSING = "×"  # not a number
@@ -75,6 +76,7 @@ class View:
         self.record: Json = {}
         self.recent: deque[Event] = deque(maxlen=8)
         self.alarms, self.ended = 0, False
+        self.complete, self.damage = False, tuple[str, ...]()  # there is a result; what differs from it
 
     def update(self) -> None:
         for record in self._log.read():
@@ -90,11 +92,14 @@ class View:
             if event.kind not in HIDDEN:
                 self.recent.append(event)
             self.ended = event.kind in ENDS
-        self.ended |= self.paths.complete
+        if self.paths.complete and not self.complete:
+            self.complete, self.damage = True, self.paths.damage()
+        self.ended |= self.complete
 
     def render(self, width: int = 100, rows: int = 30) -> RenderableType:
         room = max(10, width - 40)
         parts: list[RenderableType] = [self._head()]
+        parts += [Text(f"not as the run wrote it: {text}", style="bold red") for text in self.damage]
         for signal in ("loss", "grad_norm"):
             if (curve := self.curves.get(("", signal))) is not None:
                 parts.append(Text(f"{signal:<10}{_short(curve.last):>10}  {curve.draw(room)}", no_wrap=True))
@@ -112,7 +117,7 @@ class View:
             return Text(f"{self.folder}: {state}, no step yet" if self.ended else f"{self.folder}: waiting for a step")
         keys = [key for key in ("tokens", "lr", "length", "batch") if key in self.record]
         words = [f"step {self.record.get('step')}", *(f"{key} {_short(self.record[key])}" for key in keys)]
-        return Text(f"{self.folder}: {state}, {', '.join(words)}", style="bold")
+        return Text(printable(f"{self.folder}: {state}, {', '.join(words)}"), style="bold")
 
     def _layers(self, width: int, rows: int) -> Table:
         """A row per layer and a column per signal. If there are too many layers, those with the highest RMS_t."""
@@ -123,7 +128,7 @@ class View:
         room = max(4, (width - 30) // max(1, len(signals)) - 11)
         for layer in layers:
             if layer in shown:
-                table.add_row(layer[-28:], *(self._cell(layer, signal, room) for signal in signals))
+                table.add_row(Text(layer[-28:]), *(self._cell(layer, signal, room) for signal in signals))
         if len(layers) > rows:
             table.add_row(f"... {len(layers) - rows} more")
         return table
@@ -215,4 +220,4 @@ def event_words(event: Event) -> str:
     known = {"reason": event.reason, **event.values} | ({} if math.isnan(event.loss) else {"loss": event.loss})
     shown = {key: value for key, value in known.items() if value not in (None, "")}
     words = ", ".join(f"{k} {v if isinstance(v, str | int) else json.dumps(v)}" for k, v in shown.items())
-    return f"{step}  {event.kind}  {words}"
+    return printable(f"{step}  {event.kind}  {words}")

@@ -21,8 +21,13 @@ from trimtab.report.sentences import critical_words, notes_words
 from trimtab.report.tables import Table
 from trimtab.report.texts import ABOVE_BEST, NO_PANEL, NO_SCRIPT, WORDS
 from trimtab.report.verdict import verdict_words
+from trimtab.runs import RunError, check_ours
+from trimtab.runs.files import open_file
+from trimtab.runs.folder import CONFIG, STUDY
 
 HERE = Path(__file__).parent
+MARK = '<meta name="generator" content="trimtab">'  # near the start of templates/page.html
+_MARK_WITHIN = 1024  # bytes
 LONG = 110  # letters; a longer headline has a smaller font
 
 
@@ -61,13 +66,35 @@ def write_report(findings: Findings, out: Path, *, commands: Sequence[str] = ())
     `out` is the page if it ends in .html, else the folder for `report.html`. Incomplete findings make a page that lists
     what is missing.
     """
-    page = out if out.suffix in (".html", ".htm") else out / "report.html"
+    page = check_page(out)
     plotly = load_drawing().get_plotlyjs()
     text = render(findings, page, commands=commands, plotly=plotly)
     page.parent.mkdir(parents=True, exist_ok=True)
+    files.replace_text(page, text)  # first: it marks the other files as ours
     files.write_data(findings, page.parent)
-    files.replace_text(page, text)
     return page
+
+
+def check_page(out: Path) -> Path:
+    """The path of the page. Raises RunError if a file of somebody else would be replaced, or a link followed."""
+    page = out if out.suffix in (".html", ".htm") else out / "report.html"
+    ours = _is_ours(page) or any((page.parent / name).is_file() for name in (STUDY, CONFIG))
+    if page != out and not ours:
+        check_ours(out, STUDY)
+    for path in (page, *(page.parent / name for name in files.NAMES)):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise RunError(f"{path} is a link or not a file, so it is not replaced; use another --out")
+        if path.exists() and not ours:
+            raise RunError(f"{path} was not written with this page, so it is not replaced; use another --out")
+    return page
+
+
+def _is_ours(page: Path) -> bool:
+    try:
+        with open_file(page) as file:
+            return MARK.encode() in file.read(_MARK_WITHIN)
+    except OSError:
+        return False
 
 
 def load_drawing() -> Any:

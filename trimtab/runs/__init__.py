@@ -3,11 +3,22 @@
 `folder` has the names, `records` the types, `log` writes, `reader` reads, `files` replaces files atomically and locks.
 """
 
-from trimtab.runs.files import RunError, lock_folder, read_json, replace_json
+from trimtab.runs.files import RunError, check_ours, claim_folder, lock_folder, read_json, replace_json, require_json
 from trimtab.runs.folder import RunFolder, SavedConfig, read_lines
 from trimtab.runs.log import RunLog
 from trimtab.runs.reader import Lines, Run, Series, read_run
-from trimtab.runs.records import AlarmRecord, Clock, End, Event, EventKind, Failure, Result, SignalRecord, StepRecord
+from trimtab.runs.records import (
+    AlarmRecord,
+    Clock,
+    End,
+    Event,
+    EventKind,
+    Failure,
+    FileRecord,
+    Result,
+    SignalRecord,
+    StepRecord,
+)
 
 __all__ = [
     "AlarmRecord",
@@ -16,6 +27,7 @@ __all__ = [
     "Event",
     "EventKind",
     "Failure",
+    "FileRecord",
     "Lines",
     "Result",
     "Run",
@@ -26,9 +38,12 @@ __all__ = [
     "Series",
     "SignalRecord",
     "StepRecord",
+    "check_ours",
+    "claim_folder",
     "lock_folder",
     "read_json",
     "read_lines",
     "read_run",
     "replace_json",
+    "require_json",
 ]

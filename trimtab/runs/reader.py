@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from trimtab.runs.files import RunError, open_file
 from trimtab.runs.folder import RunFolder, SavedConfig, parse_line
 from trimtab.runs.records import Event, EventKind, Json, LayerSignal, Result, SignalRecord, TensorSignal, number, whole
 
@@ -32,7 +33,7 @@ class Lines:
 
     def read(self) -> Iterator[Json]:
         try:
-            file = self.path.open("rb")
+            file = open_file(self.path)
         except FileNotFoundError:
             return
         with file:
@@ -165,6 +166,7 @@ class Run:
     config: SavedConfig | None = None
     result: Result | None = None
     broken: int = field(default=0, kw_only=True)  # lines that could not be read
+    damage: tuple[str, ...] = field(default=(), kw_only=True)  # what is damaged, in words
 
     def of_kind(self, *kinds: EventKind) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]
@@ -182,7 +184,12 @@ def read_run(folder: str | Path, *, tensor_signals: tuple[TensorSignal, ...] | N
     run.events = [Event.from_json(record) for record in events.read()]
     if not len(run.log.steps) and not len(run.signals.steps) and not run.events:
         names = ", ".join(path.name for path in (paths.log, paths.signals, paths.events))
-        raise ValueError(f"{folder} holds no run: {names} are empty or missing")
-    run.config, run.result = paths.read_config(), paths.read_result()
+        raise RunError(f"{folder} holds no run: {names} are empty or missing")
+    run.config = paths.read_config()
     run.broken = log.broken + signals.broken + events.broken
+    try:
+        run.result = paths.require_result()
+        run.damage = () if run.result is None else paths.compare(run.result.files)
+    except RunError as error:
+        run.damage = (str(error),)
     return run

@@ -1,7 +1,8 @@
 """What a run writes: one record per step, per watched step, per event, and one for the end.
 
 Reading is tolerant: a number that is missing, null or of another type is NaN (None for a whole number), unknown keys
-are ignored, and an unknown event or end reason keeps its text. Old and interrupted runs can always be read.
+are ignored, and an unknown event or end reason keeps its text. Old and interrupted runs can always be read. Text is
+made `printable`, because it may come from somebody else's folder and is shown on a terminal.
 """
 
 import math
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Literal
+
+from trimtab.screen import printable
 
 Json = dict[str, Any]
 
@@ -31,11 +34,12 @@ class End(_Text):
     DIVERGED = "diverged"  # the loss stayed above `diverged_at` times the first one
     INTERRUPTED = "interrupted"  # Ctrl-C
     TERMINATED = "terminated"  # SIGTERM
+    NOT_SAVED = "not saved"  # all steps were trained, but the last checkpoint or the log could not be written
 
     @property
     def resumable(self) -> bool:
-        """Stopped from outside: the run is not complete and `resume` continues it."""
-        return self in (End.INTERRUPTED, End.TERMINATED)
+        """The run is not complete, and `resume` continues it."""
+        return self in (End.INTERRUPTED, End.TERMINATED, End.NOT_SAVED)
 
 
 class EventKind(_Text):
@@ -98,7 +102,7 @@ class SignalRecord:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "SignalRecord":
         tensors, layers = (
-            {name: _numbers(signals) for name, signals in as_mapping(record.get(group)).items()}
+            {printable(name): _numbers(signals) for name, signals in as_mapping(record.get(group)).items()}
             for group in ("tensors", "layers")
         )
         step, loss = whole(record.get("step")), number(record.get("loss"))
@@ -136,11 +140,11 @@ class Event:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Event":
         return cls(
-            str(record.get("event", "")),
+            as_text(record.get("event")),
             number(record.get("time")),
             whole(record.get("step")),
             number(record.get("loss")),
-            str(record.get("reason", "")),
+            as_text(record.get("reason")),
             {key: value for key, value in record.items() if key not in ("event", "time", "step", "loss", "reason")},
         )
 
@@ -148,8 +152,23 @@ class Event:
     def alarm(self) -> AlarmRecord:
         usual = self.values.get("usual")
         low, high = (*(usual if isinstance(usual, list) else ()), None, None)[:2]
-        kind, where, signal, advice = (str(self.values.get(key, "")) for key in ("kind", "where", "signal", "advice"))
+        kind, where, signal, advice = (as_text(self.values.get(key)) for key in ("kind", "where", "signal", "advice"))
         return AlarmRecord(kind, where, signal, number(self.values.get("value")), (number(low), number(high)), advice)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as a run wrote it, or the beginning of it."""
+
+    lines: int
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def from_json(cls, record: Any) -> "FileRecord":
+        values = as_mapping(record)
+        lines, size = (whole(values.get(key)) or 0 for key in ("lines", "bytes"))
+        return cls(lines, size, as_text(values.get("sha256")))
 
 
 @dataclass(kw_only=True)
@@ -162,6 +181,7 @@ class Result(Clock):
     waited_s: float = 0.0
     compilations: int | None = None
     most_compilations: int | None = None
+    files: dict[str, FileRecord] = field(default_factory=dict)  # what the run wrote; empty in older versions
 
     def to_json(self) -> Json:
         values = asdict(self) | {"why": str(self.why)}
@@ -169,12 +189,14 @@ class Result(Clock):
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Result":
-        why, loss = str(record.get("why", "")), number(record.get("validation_loss"))
+        why, loss = as_text(record.get("why")), number(record.get("validation_loss"))
         values: Json = {key: whole(record.get(key)) or 0 for key in ("step", "samples", "tokens", "skipped")}
         values |= {key: number(record.get(key)) for key in ("seconds", "waited_s")}
         for key in ("warmup_steps", "warmup_tokens", "compilations", "most_compilations"):
             values[key] = whole(record.get(key))
         values["validation_loss"] = loss if math.isfinite(loss) else None
+        files = as_mapping(record.get("files"))
+        values["files"] = {str(name): FileRecord.from_json(entry) for name, entry in files.items()}
         return cls(why=next((end for end in End if end == why), why), **values)
 
 
@@ -188,10 +210,16 @@ class Failure:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Failure":
-        return cls(str(record.get("cell", "")), number(record.get("time")), str(record.get("error", "no reason given")))
+        error = as_text(record.get("error")) or "no reason given"
+        return cls(as_text(record.get("cell")), number(record.get("time")), error)
 
 
 # --- JSON of unknown origin
+
+
+def as_text(value: Any) -> str:
+    """One line of text; "" in place of None."""
+    return "" if value is None else printable(str(value))
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
@@ -207,12 +235,16 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Json:
 
 
 def whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A whole number of 64 bits."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
 
 
 def number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    return {key: number(value) for key, value in as_mapping(values).items()}
+    return {printable(key): number(value) for key, value in as_mapping(values).items()}

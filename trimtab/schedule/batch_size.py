@@ -36,17 +36,25 @@ class BatchWarmup:
         increments = (self.end - self.start) // self.increment
         return min(self.start + self.increment * (increments * samples // self.samples), self.end)
 
+    def steps_alike(self, samples: int) -> int | None:
+        """The number of steps until the batch is larger than that of the next step; None if it stays."""
+        batch, increments = self.at(samples), (self.end - self.start) // self.increment
+        if batch == self.end:
+            return None
+        count = (batch - self.start) // self.increment + 1
+        # The first number of samples at which `at` has made `count` increments, divided by the batch, both rounded up.
+        return -((samples - -(-count * self.samples // increments)) // batch)
+
     def table(self, steps: int) -> list[tuple[int, int]]:
         """Rows of (from step, batch) for steps 1 to `steps`."""
         rows: list[tuple[int, int]] = []
-        samples = 0
-        for step in range(1, steps + 1):
-            batch = self.at(samples)
-            if not rows or rows[-1][1] != batch:
-                rows.append((step, batch))
-            if batch == self.end:
+        step, samples = 1, 0
+        while step <= steps:
+            batch, alike = self.at(samples), self.steps_alike(samples)
+            rows.append((step, batch))
+            if alike is None:
                 break
-            samples += batch
+            step, samples = step + alike, samples + alike * batch
         return rows
 
 

@@ -42,6 +42,10 @@ class Lengths:
         """The first step from which the length stays at `end`; None if unknown."""
         return None
 
+    def alike_until(self, step: int) -> int | None:
+        """The last of the next steps known to have the length of `step`; None if the length does not change again."""
+        return step
+
     def cut(self, batch: Any, step: int, *, extra: int = 0) -> Any:
         """Cut the batch of an optimizer step to its length; see `trimtab.schedule.cut`.
 
@@ -51,13 +55,13 @@ class Lengths:
 
     def table(self, steps: int) -> list[tuple[int, int]]:
         """Rows of (from step, length) for steps 1 to `steps`: one for each change."""
-        settled = self.settled()
-        last = steps if settled is None else min(steps, max(settled, 1))
         rows: list[tuple[int, int]] = []
-        for step in range(1, last + 1):
-            length = self.at(step)
+        last: int | None = 0
+        while last is not None and last < steps:
+            length = self.at(last + 1)
             if not rows or rows[-1][1] != length:
-                rows.append((step, length))
+                rows.append((last + 1, length))
+            last = self.alike_until(last + 1)
         return rows
 
     def tokens_at(self, step: int) -> int:
@@ -77,12 +81,13 @@ class Lengths:
 
     def count_steps(self, batch: int, tokens: int) -> int:
         """The number of steps that consume at least `tokens` tokens."""
-        settled, step, consumed = self.settled(), 0, 0
+        step = consumed = 0
         while consumed < tokens:
-            if settled is not None and step + 1 >= settled:
-                return step + -((consumed - tokens) // (batch * self.tokens_at(step + 1)))
-            step += 1
-            consumed += batch * self.tokens_at(step)
+            each, last = batch * self.tokens_at(step + 1), self.alike_until(step + 1)
+            count = -((consumed - tokens) // each)
+            if last is not None:
+                count = min(count, last - step)
+            step, consumed = step + count, consumed + count * each
         return step
 
 
@@ -110,6 +115,8 @@ class SeqLenWarmup(Lengths):
         check_number(self, "degree", above=0)
         if self.degree > 10:
             raise ValueError(f"degree={self.degree} is at nearly full length from the first step; try degree=2.0")
+        if self.degree < 0.1:  # and (t / T)^(1/degree) would overflow
+            raise ValueError(f"degree={self.degree} is at nearly the first length until the end; try degree=0.5")
         if self.start > self.end:
             raise ValueError(f"start={self.start} is above end={self.end}; try start={self.end}")
         if self.arithmetic == "deepspeed" and self.kind not in ("linear", "root"):
@@ -152,14 +159,29 @@ class SeqLenWarmup(Lengths):
             late *= 2
         return bisect_left(range(late), self.end, key=self.at)
 
+    def alike_until(self, step: int) -> int | None:
+        if self.kind in ("discrete", "two-stage", "mixed"):
+            until = {"discrete": self.until, "two-stage": (self.steps,), "mixed": (step,)}[self.kind]
+            return until[bisect_left(until, step)] if step <= self.steps else None
+        length, last, reach = self.at(step), step, 1
+        if length == self.end:
+            return None
+        # Lengths rise with the step: the next change is found in a logarithmic number of calls.
+        while self.at(last + reach) == length:
+            last, reach = last + reach, 2 * reach
+        return last - 1 + bisect_right(range(last, last + reach), length, key=self.at)
+
     def buckets(self) -> tuple[int, ...]:
         """Every possible length, rising. A compiled model is compiled at most this many times."""
         if self.lengths:
             return self.lengths
         if self.kind == "two-stage":
             return tuple(sorted({self.start, self.end}))
-        first = self.start - self.start % self.multiple + self.multiple
-        return tuple(sorted({self.start, *range(first, self.end, self.multiple), self.end}))
+        return tuple(sorted({self.start, *self._between(), self.end}))
+
+    def _between(self) -> range:
+        """The multiples between `start` and `end`."""
+        return range(self.start - self.start % self.multiple + self.multiple, self.end, self.multiple)
 
     def _pace(self, step: int) -> int:
         if self.arithmetic == "deepspeed":
@@ -181,8 +203,13 @@ class SeqLenWarmup(Lengths):
     def _draw(self, step: int) -> int:
         # One generator per step, so that a step does not depend on earlier ones. Python guarantees that seeding and
         # `random()` do not change between versions; it does not for `choice`.
-        buckets = self.buckets()
-        return buckets[int(random.Random(f"{self.seed} {step}").random() * len(buckets))]
+        drawn = random.Random(f"{self.seed} {step}").random()
+        if self.lengths:
+            return self.lengths[int(drawn * len(self.lengths))]
+        # As an entry of `buckets`, without making them all.
+        between = self._between()
+        place = int(drawn * (len(between) + (2 if self.start < self.end else 1)))
+        return self.start if place == 0 else between[place - 1] if place <= len(between) else self.end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from trimtab import optim
 from trimtab.data import Batches, PairBatches, TextBatches, open_corpus, open_pairs
 from trimtab.nn import CLIP, GPT, ByteTokenizer, ConfigError, Loss, contrastive_loss
 from trimtab.nn.contrastive import ContrastiveLoss
+from trimtab.runs import RunError, SavedConfig
 from trimtab.train.config import CLIPRun, GPTRun, ModuleRun, OptimConfig, RunConfig
 from trimtab.train.module import ModuleBatches, build_module, compute_loss
 from trimtab.train.processes import Processes
@@ -49,6 +50,15 @@ def build_task(config: RunConfig, processes: Processes) -> Task:
         return _module_task(config, processes)
     assert isinstance(config, CLIPRun)
     return _clip_task(config, processes)
+
+
+def check_data(task: Task, saved: SavedConfig) -> None:
+    """Raise RunError if the data is not that of the run."""
+    if task.sha256 != saved.sha256:
+        raise RunError(
+            f"the data has changed: its sha256 is {task.sha256[:12]} and was {saved.sha256[:12]} when the run started; "
+            "use --force to continue with it"
+        )
 
 
 def build_model(config: RunConfig) -> nn.Module:

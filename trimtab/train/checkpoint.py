@@ -3,8 +3,10 @@
     checkpoints/step-00001000/  model.safetensors  optimizer.safetensors  state.json  manifest.json
     checkpoints/step-00001000/  shards/*.safetensors                      state.json  manifest.json     (FSDP2)
 
-A checkpoint is written under a temporary name that starts with a dot, synced, and renamed. The manifest has the sha256
-of every file. Without FSDP2 the optimizer's packed state is kept, for an exact resume. Shards are written by
+A checkpoint is written under a temporary name that starts with a dot, synced, and renamed. The manifest has the step,
+the validation loss, the sha256 of every file, and records of the run's log at that step.
+
+Without FSDP2 the optimizer's packed state is kept, for an exact resume. Shards are written by
 torch.distributed.checkpoint and hold portable state, which any number of processes can load.
 """
 
@@ -14,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trimtab.runs import RunError
-from trimtab.runs.files import read_json, replace_json, sha256_of, sync_folder, write_json
+from trimtab.runs.files import (
+    read_json,
+    remove_temporary,
+    replace_json,
+    require_json,
+    seal,
+    sha256_of,
+    sync_folder,
+    write_json,
+)
+from trimtab.runs.records import FileRecord, as_mapping, number, whole
 from trimtab.train.processes import Processes
 from trimtab.train.tensors import (
     CheckpointError,
@@ -37,7 +50,9 @@ from trimtab.train.tensors import (
 )
 
 FORMAT = 1
+MANIFEST = "manifest.json"
 BEST = -1  # in place of a step: the checkpoint with the lowest validation loss
+_TENSORS = ("model.safetensors", "optimizer.safetensors")
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -48,38 +63,66 @@ class Checkpoints:
         self.folder, self.keep, self.processes = folder, keep, processes
 
     def list_steps(self) -> list[int]:
-        """The steps of the complete checkpoints, in order."""
+        """The steps of the complete checkpoints, in order. One whose manifest is damaged or of another step, as in a
+        renamed folder, does not count."""
+        return [step for step in self._list_names() if self._read_manifest(step) is not None]
+
+    def _list_names(self) -> list[int]:
         found = [_NAME.fullmatch(path.name) for path in self.folder.glob("step-*")] if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in found if match)
+
+    def _read_manifest(self, step: int) -> dict[str, Any] | None:
+        try:
+            return self._require_manifest(step)
+        except CheckpointError:
+            return None
+
+    def _require_manifest(self, step: int) -> dict[str, Any]:
+        path = self.path(step) / MANIFEST
+        try:
+            manifest = require_json(path)
+        except RunError as error:
+            raise CheckpointError(str(error)) from None
+        files = manifest.get("files")
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path} has format {manifest.get('format')!r}, this version reads {FORMAT}")
+        if not isinstance(files, dict) or not all(map(_is_entry, files, files.values())):
+            raise CheckpointError(f"{path} is damaged: it lists no files")
+        if manifest.get("step") != step:
+            raise CheckpointError(f"{path} is of step {manifest.get('step')!r}: the folder was renamed")
+        return manifest
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def choose(self, step: int | None) -> int:
         """The last checkpoint, that of `step`, or the best one. Raises RunError if there is none."""
-        steps = self.list_steps()
-        known = ", ".join(map(str, steps))
-        if not steps:
-            raise RunError(f"{self.folder} has no complete checkpoint; train the run again from its start")
-        chosen = steps[-1] if step is None else self.best if step == BEST else step
+        names = self._list_names()
+        if not names:
+            raise RunError(f"{self.folder} has no complete checkpoint; `trimtab resume` trains the run from its start")
+        chosen = names[-1] if step is None else self.best if step == BEST else step
         if chosen is None:
-            raise RunError(f"{self.folder} has no best checkpoint: none was evaluated; there are {known}")
-        if chosen not in steps:
-            raise RunError(f"there is no checkpoint of step {chosen}; there are {known}")
+            raise RunError(f"{self.folder} has no best checkpoint: none was evaluated; there are {_join(names)}")
+        if chosen not in names:
+            raise RunError(f"there is no checkpoint of step {chosen}; there are {_join(names)}")
         return chosen
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no checkpoint, complete or damaged."""
+        return not self._list_names()
 
     @property
     def best(self) -> int | None:
         """The step with the lowest validation loss."""
-        return self._read_best()[0]
-
-    def _read_best(self) -> tuple[int | None, float]:
+        manifests = {step: self._require_manifest(step) for step in self.list_steps()}
+        losses = {step: number(manifest.get("validation_loss")) for step, manifest in manifests.items()}
+        # Earlier versions kept the loss in a file of its own.
         mark = read_json(self.folder / "best.json") or {}
-        try:
-            step, loss = int(mark["step"]), float(mark["validation_loss"])
-        except (ValueError, KeyError, TypeError):  # an unreadable mark is no mark
-            return None, math.inf
-        return (step, loss) if step in self.list_steps() else (None, math.inf)
+        if mark.get("step") in losses and "validation_loss" not in manifests[mark["step"]]:
+            losses[mark["step"]] = number(mark.get("validation_loss"))
+        finite = [step for step, loss in losses.items() if math.isfinite(loss)]
+        return min(finite, key=lambda step: losses[step], default=None)
 
     # --- Writing
 
@@ -91,8 +134,10 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         validation_loss: float = math.nan,
+        log: Mapping[str, FileRecord] | None = None,
     ) -> Path:
-        """Write a checkpoint; all processes call this. If one of them cannot write, all raise OSError."""
+        """Write a checkpoint; all processes call this. If one of them cannot write, all raise OSError. `log` are the
+        records of the run's log."""
         temporary, sharded = self.folder / f".tmp-step-{step:08d}", self.processes.sharded
         moments = optimizer.state_dict()  # portable if the parameters are sharded
         tensors = {"model": plain_state(model), "optimizer": optimizer_tensors(moments)}
@@ -110,15 +155,17 @@ class Checkpoints:
             everything = {**state, "param_groups": moments["param_groups"]}
             files["state.json"] = write_json(temporary / "state.json", everything)
             manifest = {"format": FORMAT, "sharded": sharded, "step": step, "files": files}
-            write_json(temporary / "manifest.json", manifest)
+            manifest |= {"validation_loss": _finite(validation_loss)}
+            manifest |= {"log": {name: asdict(entry) for name, entry in (log or {}).items()}}
+            write_json(temporary / MANIFEST, seal(manifest))
             sync_folder(temporary)
             if self.path(step).exists():
                 self._remove(step)
             temporary.rename(self.path(step))
             sync_folder(self.folder)
-            self.mark_best(step, validation_loss)
+            best = self.best
             for old in self.list_steps()[: -self.keep]:
-                if old != self.best:
+                if old != best:
                     self._remove(old)
 
         try:
@@ -132,21 +179,28 @@ class Checkpoints:
             raise
         return self.path(step)
 
-    def mark_best(self, step: int, validation_loss: float) -> None:
-        """Keep this checkpoint until another one has a lower validation loss."""
-        exists = self.processes.rank == 0 and self.path(step).exists()
-        if exists and validation_loss < self._read_best()[1]:
-            replace_json(self.folder / "best.json", {"step": step, "validation_loss": validation_loss})
+    def set_loss(self, step: int, validation_loss: float) -> None:
+        """Add the validation loss to a checkpoint that was written before the evaluation."""
+        manifest = self._read_manifest(step) if self.processes.rank == 0 else None
+        if manifest is not None and manifest.get("validation_loss") != _finite(validation_loss):
+            manifest["validation_loss"] = _finite(validation_loss)
+            replace_json(self.path(step) / MANIFEST, manifest)
 
     def remove_after(self, step: int) -> None:
         """Remove later checkpoints, whose steps will be trained again, and incomplete ones of a killed process."""
         if self.processes.rank == 0:
-            for later in self.list_steps():
+            for later in self._list_names():
                 if later > step:
                     self._remove(later)
-            for incomplete in self.folder.glob(".*-step-*"):
-                shutil.rmtree(incomplete, ignore_errors=True)
+            self.remove_incomplete()
         self.processes.barrier()
+
+    def remove_incomplete(self) -> None:
+        """Remove what a killed process has left. The run must be locked."""
+        for incomplete in [*self.folder.glob(".tmp-step-*"), *self.folder.glob(".old-step-*")]:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        for step in self._list_names():
+            remove_temporary(self.path(step))
 
     def _remove(self, step: int) -> None:
         # Renamed first: a partly deleted folder must not look complete.
@@ -158,26 +212,46 @@ class Checkpoints:
     # --- Reading
 
     def verify(self, step: int) -> dict[str, Any]:
-        """Check the size and sha256 of every file; returns the manifest."""
-        path = self.path(step)
-        others = [s for s in self.list_steps() if s != step]
-        instead = f"; step {others[-1]} can be used instead" if others else "; there is no other checkpoint"
+        """Check the size and sha256 of every file; returns the manifest. Raises CheckpointError, with the step of a
+        checkpoint that is intact."""
         try:
-            manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-            files = manifest["files"].items()
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} has no readable manifest ({error}){instead}") from None
-        if manifest.get("format") != FORMAT:
-            raise CheckpointError(f"{path} has format {manifest.get('format')}, this version reads {FORMAT}{instead}")
-        for name, entry in files:
-            file = path / name
-            if not file.is_file():
-                raise CheckpointError(f"{file} is missing{instead}")
+            return self._verify(step)
+        except CheckpointError as error:
+            instead = next((other for other in reversed(self._list_names()) if other != step and self._is_ok(other)), 0)
+            other = f"step {instead} can be used instead" if instead else "there is no other checkpoint that is intact"
+            raise CheckpointError(f"{error}; {other}") from None
+
+    def _verify(self, step: int) -> dict[str, Any]:
+        manifest = self._require_manifest(step)
+        needed = {"state.json"} if manifest.get("sharded") else {"state.json", *_TENSORS}
+        shards = self.path(step) / "shards"
+        needed |= {f"shards/{path.name}" for path in shards.iterdir()} if shards.is_dir() else set()
+        if unknown := needed - manifest["files"].keys():  # a file that is not listed would be loaded unverified
+            raise CheckpointError(f"{self.path(step) / MANIFEST} is damaged: it does not list {min(unknown)}")
+        for name, entry in manifest["files"].items():
+            file = self.path(step) / name
+            if not file.is_file() or file.is_symlink():
+                raise CheckpointError(f"{file} is missing")
             if file.stat().st_size != entry["bytes"]:
-                raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {entry['bytes']} were written{instead}")
-            if sha256_of(file) != entry["sha256"]:
-                raise CheckpointError(f"{file} is damaged: its sha256 is not the one that was written{instead}")
+                raise CheckpointError(f"{file} has {file.stat().st_size} bytes, {entry['bytes']} were written")
+            try:
+                intact = sha256_of(file) == entry["sha256"]
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+            if not intact:
+                raise CheckpointError(f"{file} is damaged: its sha256 is not the one that was written")
         return manifest
+
+    def _is_ok(self, step: int) -> bool:
+        try:
+            return bool(self._verify(step))
+        except CheckpointError:
+            return False
+
+    def log_records(self, step: int) -> dict[str, FileRecord]:
+        """What the run's log was at the checkpoint; empty for those of earlier versions."""
+        log = self._require_manifest(step).get("log")
+        return {name: FileRecord.from_json(entry) for name, entry in as_mapping(log).items()}
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Fill model and optimizer; returns the state that was saved with them."""
@@ -188,14 +262,29 @@ class Checkpoints:
             if manifest["sharded"]:
                 weights, moments = read_shards(path / "shards", model, optimizer)
             else:
-                weights = load_file(path / "model.safetensors")
-                moments = load_file(path / "optimizer.safetensors") if optimizer is not None else {}
+                weights = load_file(path / _TENSORS[0])
+                moments = load_file(path / _TENSORS[1]) if optimizer is not None else {}
         except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{path} is intact, but it is not a checkpoint: {error}") from None
         load_model(model, weights)
         if optimizer is not None:
             optimizer.load_state_dict(optimizer_state(moments, groups))
         return state
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """Whether this is an entry of a manifest, and the file is in the folder of the checkpoint."""
+    inside = bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+    values = as_mapping(entry)
+    return inside and isinstance(values.get("sha256"), str) and whole(values.get("bytes")) is not None
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def _join(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))
 
 
 def _sync(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,16 +22,23 @@ import msgspec
 from trimtab.hints import did_you_mean
 from trimtab.nn import CLIPConfig, GPTConfig
 from trimtab.nn import ConfigError as ConfigError
+from trimtab.nn.config import check_not_huge
 from trimtab.runs import RunError, RunFolder, SavedConfig
 from trimtab.runs.records import flatten as flatten
 from trimtab.schedule import BatchWarmup, LearningRate, SeqLenWarmup
 from trimtab.schedule.cut import Mode
 from trimtab.schedule.seqlen import Arithmetic, Kind
+from trimtab.screen import printable
 from trimtab.watch import Actions, Alarm
 
 Optimizer = Literal["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "torch-adamw"]
 Parallel = Literal["ddp", "fsdp2"]
 Run = TypeVar("Run", bound="RunConfig")
+# Of learning rate, weight decay and eps. Published ones are below 100 (LARS has the largest learning rates, about 30);
+# SGD with very small gradients can need thousands.
+MAX_RATE = 1e4
+MAX_THREADS = 4096  # more than the cores of any machine; a thread has a stack, so a million do not fit
+MAX_PREFETCH = 1000  # every batch that is prepared is kept in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +56,20 @@ class OptimConfig:
     clip_norm: float | None = 1.0  # of all gradients together
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"optim.lr={self.lr} must be above zero; try optim.lr=0.001")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"optim.clip_norm={self.clip_norm} must be above zero; try 1.0, or None for no clipping")
+        _check_fields(self, "optim.")
+        for name, better in (("lr", 1e-3), ("eps", 1e-8)):
+            if not 0 < getattr(self, name) <= MAX_RATE:
+                got = f"optim.{name}={getattr(self, name)}"
+                raise ConfigError(f"{got} must be above zero and at most {MAX_RATE:g}; try optim.{name}={better}")
+        if not 0 <= self.weight_decay <= MAX_RATE:
+            raise ConfigError(f"optim.weight_decay={self.weight_decay} must be from 0 to {MAX_RATE:g}; try 0.1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas={self.betas} are not in [0, 1); try optim.betas=(0.9, 0.95)")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            what = "finite" if self.clip_norm == math.inf else "above zero"
+            raise ConfigError(f"optim.clip_norm={self.clip_norm} must be {what}; try 1.0, or None for no clipping")
+        if self.beta2_power is not None and not 0 < self.beta2_power < math.inf:
+            raise ConfigError(f"optim.beta2_power={self.beta2_power} must be above zero; try optim.beta2_power=0.8")
         if self.beta2_power is not None and self.name != "stable-adamw":
             raise ConfigError(f"optim.beta2_power belongs to stable-adamw, got optim.name={self.name!r}")
         if self.name == "torch-adamw" and self.bits != 32:
@@ -113,8 +129,9 @@ class DataConfig:
     prefetch: int = 2  # batches prepared ahead
 
     def __post_init__(self) -> None:
-        if self.prefetch < 1:
-            raise ConfigError(f"data.prefetch={self.prefetch} is too small; try data.prefetch=1")
+        if not 1 <= self.prefetch <= MAX_PREFETCH:
+            size, better = ("small", 1) if self.prefetch < 1 else ("large", MAX_PREFETCH)
+            raise ConfigError(f"data.prefetch={self.prefetch} is too {size}; try data.prefetch={better}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +148,9 @@ class WatchConfig:
     roll_back: tuple[str, ...] = ()  # at which the run loads its last checkpoint and skips the batches
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 0), ("deep_every", 1), ("record_every", 1)):
-            if getattr(self, name) < least:
+        _check_fields(self, "watch.")
+        for name, least in (("every", 0), ("deep_every", 1), ("record_every", 1), ("ignore", 0)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ConfigError(f"watch.{name}={getattr(self, name)} is too small; try watch.{name}={least}")
         try:
             self.actions(lambda alarm: None)
@@ -179,7 +197,7 @@ class RunConfig:
     diverged_at: float | None = 2.0  # stop after 3 evaluations or 100 steps above this times the first loss
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_fields(self)
         counts = ("steps", "batch", "eval_every", "eval_batches", "checkpoint_every", "keep", "log_every")
         for name in (*counts, "stop_after_skips"):
             if getattr(self, name) < 1:
@@ -187,6 +205,10 @@ class RunConfig:
         for name in ("tokens", "threads", "diverged_at"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above zero, or None")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} is negative; try seed={-self.seed}")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError(f"threads={self.threads} is more than any machine has; try threads=None")
         micro = self.micro_batch
         if micro is not None and (micro < 1 or self.batch % micro):
             raise ConfigError(
@@ -257,6 +279,7 @@ KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun, "module": M
 FREE: tuple[str, ...] = (
     *("eval_every", "eval_batches", "checkpoint_every", "keep", "log_every", "tensorboard", "parallel", "threads"),
     *("stop_after_skips", "diverged_at", "data.cache", "data.prefetch"),
+    "data.corpus",  # it may have moved; its sha256 must be the same
     *("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore"),
 )
 
@@ -297,13 +320,24 @@ def upgrade(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "schedule": schedule, "model": model}
 
 
-def load_config(folder: Path) -> tuple[RunConfig, SavedConfig]:
-    """The config of a run, and what was saved with it. Raises RunError if the run cannot be continued or loaded."""
+def load_config(folder: Path, *, trust: str | None = None) -> tuple[RunConfig, SavedConfig]:
+    """The config of a run, and what was saved with it. Raises RunError if the run cannot be continued or loaded.
+
+    A config may name a function that builds the model. Nothing runs it here, but the caller will, so it must be the
+    one that the user trusts.
+    """
     saved = RunFolder(folder).require_config()
     try:
-        return from_json(upgrade(saved.config) if saved.format < 2 else saved.config), saved
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder} has a config that cannot be used: {error}") from None
+        config = from_json(upgrade(saved.config) if saved.format < 2 else saved.config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{folder} has a config that cannot be used: {printable(str(error))}") from None
+    if isinstance(config, ModuleRun) and config.model.build != trust:
+        named = printable(config.model.build)
+        raise RunError(
+            f"{folder} was trained with the code {named}, which runs on this machine if the run is loaded; if you "
+            f"trust it, add --trust {named} (in Python trust={named!r})"
+        )
+    return config, saved
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
@@ -399,8 +433,11 @@ def _requirement(kind: Any) -> str:
     return f"needs a list of {count}values, each {words[first]}"
 
 
-def _check_choices(config: Any) -> None:
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name)
+def _check_fields(config: Any, group: str = "") -> None:
+    """Check choices, and that whole numbers are not too large for a machine."""
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        value, hint = getattr(config, item.name), hints[item.name]
         if get_origin(hint) is Literal and value not in get_args(hint):
-            raise ConfigError(f"{name}={value!r} {_requirement(hint)}")
+            raise ConfigError(f"{item.name}={value!r} {_requirement(hint)}")
+        check_not_huge(item, value, group)

@@ -7,10 +7,12 @@ and the end of the run) and seconds. Only tokens that were trained on count, not
 import functools
 import math
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -18,20 +20,24 @@ from torch import Tensor, nn
 from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
 from trimtab.runs import Clock, End, EventKind, Result, RunError, RunLog, StepRecord
-from trimtab.train.build import Task, build_optimizer, build_task
+from trimtab.train.build import Task, build_optimizer, build_task, check_data
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.compilations import batch_sizes, count_shapes, limit_compilations
 from trimtab.train.config import FREE, RunConfig, differences, load_config, to_json
+from trimtab.train.memory import check_memory
 from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes, ProcessLost, processes
 from trimtab.train.progress import ProgressLine, TensorBoard
 from trimtab.train.stopping import StopRequest, catch_signals
+from trimtab.train.tensors import CheckpointError
 from trimtab.train.watcher import Watcher
 from trimtab.watch import Alarm
 
 # A run has diverged after so many evaluations or steps in a row above `diverged_at` times the first validation loss.
 DIVERGED_EVALUATIONS, DIVERGED_STEPS = 3, 100
 MAX_ROLLBACKS = 3  # to one checkpoint
+MOST = 2**53  # of any clock; floats are exact up to there
+_Position = Annotated[int, msgspec.Meta(ge=0, le=MOST)]  # in the data
 
 
 @dataclass(kw_only=True)
@@ -45,22 +51,29 @@ class Progress:
     bad_steps: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    evaluated: tuple[int, float] = (-1, math.nan)  # step and validation loss of the last evaluation
 
 
-def train(config: RunConfig, out: Path, *, console: Console | None = None) -> dict[str, Any]:
-    """Train from the start into an empty folder; returns the result as JSON."""
+def train(config: RunConfig, out: Path, *, numbered: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Train from the start into an empty folder; returns the result as JSON, with the folder.
+
+    With `numbered` the folder is the first of `out`, `out`-2, `out`-3, ... that does not exist.
+    """
     with processes(config.parallel, config.threads) as group:
         log = RunLog(out, writes=group.rank == 0)
-        log.check_free()
+        if not numbered:
+            log.check_free()
         # Everything is built before anything is written: bad input leaves no files.
+        check_memory(config, group)
         task = build_task(config, group)
         run = _Run(config, task, log, group, console)
         group.barrier()  # all processes have checked the folder
-        with group.locked(out):
+        with closing(run.watcher), group.locked(out, numbered=numbered) as folder:
+            log.move(folder)
             try:
                 group.run_on_first(lambda: log.create(to_json(config), **_facts(task)))
             except OSError as error:
-                raise RunError(f"cannot write to {out}: {error.strerror}") from None
+                raise RunError(f"cannot write to {folder}: {error.strerror}") from None
             return run.run()
 
 
@@ -70,31 +83,51 @@ def resume(
     *,
     step: int | None = None,
     force: bool = False,
+    trust: str | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Continue from the last checkpoint, or from that of `step`. A changed config is refused unless `force`."""
-    saved, facts = load_config(out)
+    """Continue from the last checkpoint, or from that of `step`; 0 is the start. A run that is complete is left as it
+    is unless `step` is given. A changed config is refused unless `force`."""
+    named = getattr(config.model, "build", None) if config is not None else trust  # a config that is given is trusted
+    saved, facts = load_config(out, trust=named)
     config = config or saved
     changed = [(name, old, new) for name, old, new in differences(saved, config) if name not in FREE]
     if changed and not force:
         name, old, new = changed[0]
         raise RunError(f"{name} was {old} and is now {new}, which changes the run; use --force to continue with it")
-    with processes(config.parallel, config.threads) as group, group.locked(out):
+    with (
+        processes(config.parallel, config.threads) as group,
+        group.locked(out),
+        closing(RunLog(out, writes=group.rank == 0)) as log,
+    ):
+        log.check_files()
+        if log.paths.require_config() != facts:  # between reading and locking
+            raise RunError(f"{out} was just changed by another process; try again")
+        step = facts.continue_from if step is None else step
+        ended = None if changed or step is not None else group.run_on_first(log.paths.read_result)
+        if ended is not None:
+            return _leave(log, ended)
+        check_memory(config, group)
         task = build_task(config, group)
+        if not force:
+            check_data(task, facts)
         if task.sha256 != facts.sha256:
             changed.append(("sha256", facts.sha256, task.sha256))
-            if not force:
-                raise RunError(
-                    f"the data has changed: its sha256 is {task.sha256[:12]} and was {facts.sha256[:12]} when the run "
-                    "started; use --force to continue with it"
-                )
-        log = RunLog(out, writes=group.rank == 0)
         run = _Run(config, task, log, group, console)
-        run.load(step, force=force)
-        if changed:  # the next resume continues with the new config
-            group.run_on_first(lambda: log.write_config(to_json(config), **_facts(task)))
-            log.event(EventKind.FORCED, changed={name: [old, new] for name, old, new in changed})
-        return run.run()
+        with closing(run.watcher):
+            run.resume(step, changed, force=force, forced=facts.forced)
+            return run.run()
+
+
+def _leave(log: RunLog, ended: Result) -> dict[str, Any]:
+    """The result of a complete run, which is not continued. Raises RunError if its files are damaged."""
+    damage = log.paths.damage()
+    if damage:
+        raise RunError(
+            f"{log.folder} holds a complete run, but {damage[0]}; `--step` with the step of a checkpoint trains it "
+            "again from there"
+        )
+    return ended.to_json() | {"folder": str(log.folder)}
 
 
 class _Run:
@@ -102,13 +135,13 @@ class _Run:
         self.config, self.task, self.log, self.group = config, task, log, group
         self.model = group.wrap(task.model)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.options = [{k: x for k, x in g.items() if not k.startswith("param")} for g in self.optimizer.param_groups]
         self.watcher = Watcher(config, self.model, self.optimizer, log)
         self.rollbacks: dict[int, int] = {}  # by the step of the checkpoint
         self.compiled: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
         _check_sizes(config, group.world)
         self.source = task.batches("train", config.seed)
         task.batches("validation", 0)  # raises if there is too little data
-        self.checkpoints = Checkpoints(log.paths.checkpoints, config.keep, group)
         self.state = Progress()
         self.lengths, self.sizes = config.seqlen_warmup, config.batch_warmup
         self.lr = simulate(config).rate  # with the end of its decay filled in
@@ -116,10 +149,13 @@ class _Run:
         bfloat16 = config.autocast == "bfloat16"
         self.autocast = functools.partial(torch.autocast, group.device.type, torch.bfloat16, enabled=bfloat16)
         self.console, self.saved = console, 0  # the step of the last checkpoint, or of the last attempt
-        self.evaluated = (0, math.nan)  # step and validation loss
         # All processes start with the same weights; their random numbers differ from here on.
         if group.rank:
             group.seed_generators(config.seed, 0)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.log.paths.checkpoints, self.config.keep, self.group)
 
     # --- The loop
 
@@ -127,7 +163,7 @@ class _Run:
         config, step = self.config, self.state.clock.step
         self.line = ProgressLine(config, shows=self.group.rank == 0, console=self.console)
         self.batches = Prefetcher(self.source, depth=config.data.prefetch)
-        self.board.open(self.log.folder, step)
+        self.board.open(self.log.paths.tensorboard, step)
         if step:
             self.line.print(f"resumed at step {step}")
         most = count_shapes(config) if config.compile else None
@@ -146,6 +182,8 @@ class _Run:
         finally:
             for output in (self.line, self.batches, self.log, self.board):
                 output.close()
+        if why == End.DONE and self.group.any(self.log.pending_error is not None):
+            why = End.NOT_SAVED
         result = Result(
             why=why,
             **vars(self.state.clock),
@@ -157,7 +195,7 @@ class _Run:
         )
         if not why.resumable:
             self.log.finish(result)
-        return result.to_json()
+        return result.to_json() | {"folder": str(self.log.folder)}
 
     def _loop(self, stop: StopRequest) -> End:
         config = self.config
@@ -181,7 +219,7 @@ class _Run:
             stopping = self.group.any(stop.name is not None)
             if clock.step % config.eval_every == 0 and self._evaluate():
                 return End.DIVERGED
-            if stopping or clock.step % config.checkpoint_every == 0:
+            if (stopping or clock.step % config.checkpoint_every == 0) and self.saved != clock.step:
                 self._checkpoint()
             if stopping:
                 self.log.event(EventKind.STOPPED, reason=str(stop.name or "another process received a signal"))
@@ -189,13 +227,16 @@ class _Run:
 
     def _finish(self) -> End:
         clock = self.state.clock
-        if clock.step % self.config.eval_every:
+        if self.state.evaluated[0] != clock.step:
             self._evaluate()
         if self.saved == clock.step:
-            self.checkpoints.mark_best(*self.evaluated)
+            self.group.run_on_first(lambda: self.checkpoints.set_loss(*self.state.evaluated))
         else:
             self._checkpoint()
-        finite = self.evaluated[0] != clock.step or math.isfinite(self.evaluated[1])
+        if clock.step not in self.group.run_on_first(self.checkpoints.list_steps):
+            self.log.event(EventKind.STOPPED, reason="the last checkpoint could not be written")
+            return End.NOT_SAVED
+        finite = math.isfinite(self.state.evaluated[1])
         if not finite:
             self.log.event(EventKind.STOPPED, reason="the last validation loss is not finite")
         self.log.event(EventKind.DONE, step=clock.step, tokens=clock.tokens)
@@ -279,8 +320,8 @@ class _Run:
         clocks: dict[str, Any] = {"step": clock.step, "tokens": clock.tokens, "seconds": clock.seconds}
         self._report(EventKind.EVALUATED, f"validation {text}", **clocks, **means)
         self.board.add("validation", means, clock.step)
-        self.evaluated = (clock.step, loss)
-        if state.first_loss is None:
+        state.evaluated = (clock.step, loss)
+        if state.first_loss is None and math.isfinite(loss):
             state.first_loss = loss
         if math.isfinite(loss) and (state.best_loss is None or loss < state.best_loss):
             state.best_loss = loss
@@ -320,9 +361,10 @@ class _Run:
         self.saved = step
         state: dict[str, Any] = {"progress": asdict(self.state), "data": self.batches.state()}
         state |= {"generators": self.group.read_generators(), "watch": self.watcher.state()}
-        loss = self.evaluated[1] if self.evaluated[0] == step else math.nan
+        loss = self.state.evaluated[1] if self.state.evaluated[0] == step else math.nan
+        facts: dict[str, Any] = {"validation_loss": loss, "log": self.log.records()}
         try:
-            path = self.checkpoints.save(step, self.model, self.optimizer, state, validation_loss=loss)
+            path = self.checkpoints.save(step, self.model, self.optimizer, state, **facts)
         except OSError as error:  # a full disk does not end the run: earlier checkpoints are still there
             reason = str(error.strerror or error)
             text = f"no checkpoint: {reason}; earlier ones are intact, training continues"
@@ -331,20 +373,52 @@ class _Run:
         seconds = round(time.perf_counter() - started, 3)
         self.log.event(EventKind.CHECKPOINT, step=step, path=path.name, seconds=seconds)
 
-    def load(self, step: int | None, *, force: bool = False) -> None:
-        chosen = self.checkpoints.choose(step)
-        saved = self._load_weights(chosen)
-        # With --force the data may differ; only the number of rows read is kept.
-        position = {"position": saved["data"]["position"]}
-        self.source.load(self.source.state() | position if force else saved["data"])
-        if len(saved["generators"]) == self.group.world:
-            self.group.restore_generators(saved["generators"])
-        else:
-            self.group.seed_generators(self.config.seed, chosen)
+    def resume(self, step: int | None, changed: list[tuple[str, Any, Any]], *, force: bool, forced: int | None) -> None:
+        """Load a checkpoint, and remove what follows it. Nothing is removed before everything has been loaded.
+
+        What `force` allows stays allowed for the checkpoints up to `forced`, the step of an earlier resume with it.
+        """
+        checkpoints, log = self.checkpoints, self.log
+        # A run that was killed before its first checkpoint starts again.
+        chosen = 0 if step == 0 or (step is None and checkpoints.empty) else checkpoints.choose(step)
+        force = force or (forced is not None and chosen <= forced)
+        if chosen:
+            self._load(chosen, force=force)
+            damage = log.paths.compare(checkpoints.log_records(chosen), prefix=True)
+            if damage and not force:
+                raise RunError(f"{log.folder}: {damage[0]}; use --force to continue without the lost lines")
+            changed = [*changed, *(("log", "intact", text) for text in damage)]
         self.saved = chosen
-        self.checkpoints.remove_after(chosen)
-        self.log.truncate(chosen)
-        self.log.event(EventKind.RESUMED, step=chosen, processes=self.group.world)
+        if changed:
+            log.event(EventKind.FORCED, changed={name: [old, new] for name, old, new in changed})
+        facts = _facts(self.task) | {"forced": chosen if changed else forced}
+        config = to_json(self.config)
+        if changed or step is not None:  # a process that is killed from here on is continued by the next resume
+            self.group.run_on_first(lambda: log.write_config(config, **facts, continue_from=chosen))
+        checkpoints.remove_after(chosen)
+        log.truncate(chosen)
+        log.event(EventKind.RESUMED, step=chosen, processes=self.group.world)
+        if changed or step is not None:
+            self.group.run_on_first(lambda: log.write_config(config, **facts))
+
+    def _load(self, step: int, *, force: bool) -> None:
+        """Restore everything that a checkpoint has."""
+        try:
+            saved = self._load_weights(step)
+            # With --force the data may differ; only the number of rows read is kept.
+            position = {"position": msgspec.convert(saved["data"]["position"], _Position)}
+            self.source.load(self.source.state() | position if force else saved["data"])
+            if len(saved["generators"]) == self.group.world:
+                self.group.restore_generators(saved["generators"])
+            else:
+                self.group.seed_generators(self.config.seed, step)
+        except (RunError, CheckpointError, ConfigError):
+            raise
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError, OverflowError) as error:
+            if isinstance(error, RuntimeError) and self.group.is_lost(error):
+                raise
+            path = self.checkpoints.path(step)
+            raise CheckpointError(f"{path} is intact, but its state is not that of a run: {error!r}") from None
 
     def _roll_back(self, alarm: Alarm) -> bool:
         """Load the last checkpoint and continue with the next batches: those since the checkpoint are left out."""
@@ -367,9 +441,15 @@ class _Run:
     def _load_weights(self, step: int) -> dict[str, Any]:
         """Restore model, optimizer, clocks and watcher; returns everything that was saved."""
         saved = self.checkpoints.load(step, self.model, self.optimizer)
-        progress = saved["progress"]
-        self.state = Progress(**(progress | {"clock": Clock(**progress["clock"])}))
+        self.state = msgspec.convert(saved["progress"], Progress)
+        clock = self.state.clock
+        if clock.step != step or not all(x is None or 0 <= x <= MOST for x in vars(clock).values()):
+            raise ValueError(f"its clock is {clock}")
         self.watcher.load(saved.get("watch"), step)
+        # The options of the optimizer follow from the config, which --force may have changed, except for a β₂ that the
+        # watcher has lowered for some steps.
+        for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
+            group.update({k: x for k, x in options.items() if k != "betas" or not self.watcher.lowers_beta2})
         return saved
 
 

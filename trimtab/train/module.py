@@ -18,12 +18,15 @@ The validation loss is the mean of the model's own loss, in eval mode. One proce
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import itertools
 import json
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,24 +65,39 @@ def module_run(build: str, *, steps: int = 500, batch: int = 16, options: Mappin
 
 
 def find_function(reference: str) -> Callable[..., Any]:
-    """Import `package.file:function`, from the current folder first."""
+    """Import `package.file:function`, from the current folder first. Other modules that it imports are found there
+    last, so that a file in the current folder cannot replace one of Python's modules."""
     module, colon, name = reference.partition(":")
     if not (module and colon and name.isidentifier()) or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(f"{reference!r} is not package.file:function; try my_model:build")
-    if not sys.path or sys.path[0] not in ("", os.getcwd()):
-        sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     try:
-        found = importlib.import_module(module)
+        found = _import(module, here)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and module.startswith(error.name or "\0")
         why = f"there is no module {error.name}" if missing else _describe(error)  # type: ignore[attr-defined]
-        raise ConfigError(f"{reference}: cannot import {module}: {why} (from {os.getcwd()})") from error
+        raise ConfigError(f"{reference}: cannot import {module}: {why} (from {here})") from error
     function: Callable[..., Any] | None = getattr(found, name, None)
     if not callable(function):
         own = [key for key, value in vars(found).items() if inspect.isfunction(value) and value.__module__ == module]
         has = f"it has {', '.join(own)}" if own else "it has no functions"
         raise ConfigError(f"{reference}: {module} has no function {name}; {has}")
     return function
+
+
+def _import(module: str, folder: str) -> types.ModuleType:
+    package = module.partition(".")[0]
+    spec = PathFinder.find_spec(package, [folder]) if package not in sys.modules else None
+    if spec is not None and spec.loader is not None:
+        made = sys.modules[package] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(made)
+        except BaseException:
+            del sys.modules[package]
+            raise
+    return importlib.import_module(module)
 
 
 def check_options(config: ModuleConfig) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from trimtab.runs import RunError, lock_folder
 from trimtab.train.config import Parallel
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 # Words in the errors of gloo and NCCL when another process does not answer.
 _LOST = ("connection", "peer", "timed out", "timeout", "broken pipe", "gloo", "nccl")
 
@@ -63,17 +64,20 @@ class Processes:
         dist.all_gather_object(found, value)
         return found
 
-    def run_on_first(self, work: Callable[[], None]) -> None:
-        """Call `work` on the first process. Its OSError or RunError is raised by all, so that none waits forever."""
+    def run_on_first(self, work: Callable[[], T]) -> T:
+        """Call `work` on the first process; all return its result. Its OSError or RunError is raised by all, so that
+        none waits forever."""
+        result: Any = None
         error: OSError | RunError | None = None
         try:
             if self.rank == 0:
-                work()
+                result = work()
         except (OSError, RunError) as caught:
             error = caught
-        first = self.gather(error)[0]
-        if first is not None:
-            raise error or first
+        first_result, first_error = self.gather((result, error))[0]
+        if first_error is not None:
+            raise error or first_error
+        return cast(T, first_result)
 
     def seed_generators(self, seed: int, step: int) -> None:
         """Start random numbers that differ between processes."""
@@ -94,11 +98,10 @@ class Processes:
             torch.cuda.set_rng_state(states["cuda"], self.device)
 
     @contextmanager
-    def locked(self, folder: Path) -> Iterator[None]:
-        """The first process locks the folder. All raise RunError if it is in use."""
+    def locked(self, folder: Path, *, numbered: bool = False) -> Iterator[Path]:
+        """The first process locks the folder, as `lock_folder` does. All raise RunError if it is in use."""
         with ExitStack() as stack:
-            self.run_on_first(lambda: stack.enter_context(lock_folder(folder)))
-            yield
+            yield self.run_on_first(lambda: stack.enter_context(lock_folder(folder, numbered=numbered)))
 
     def is_lost(self, error: RuntimeError) -> bool:
         """Whether an error means that another process has ended."""

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from trimtab.hints import load_extra
 from trimtab.runs import StepRecord
+from trimtab.screen import open_console
 from trimtab.train.config import RunConfig
 
 _NOT_PLOTTED = ("step", "warmup_steps", "warmup_tokens")  # the axis, and constants
@@ -18,7 +19,7 @@ class ProgressLine:
     """Prints steps and messages; with `shows=False`, as on all processes but the first, it prints nothing."""
 
     def __init__(self, config: RunConfig, *, shows: bool, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or open_console()
         self.unit, total = ("step", config.steps) if config.tokens is None else ("tokens", config.tokens)
         self.every, self.shows, self.tokens_per_s = config.log_every, shows, 0.0
         self.live = shows and self.console.is_terminal
@@ -43,7 +44,7 @@ class ProgressLine:
 
     def print(self, text: str) -> None:
         if self.shows:
-            self.console.print(text, highlight=False, soft_wrap=True)
+            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         if self.live:
@@ -60,11 +61,11 @@ class TensorBoard:
             load_extra("tensorboard", extra="tensorboard", purpose="tensorboard=True")
 
     def open(self, folder: Path, step: int) -> None:
-        """Write to the run's folder, after this step; what an earlier process wrote after it is removed."""
+        """Write to a folder, after this step; what an earlier process wrote after it is removed."""
         if self.enabled:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def add(self, name: str, values: Mapping[str, Any], step: int) -> None:
         for key, value in values.items() if self.writer is not None else ():

@@ -54,6 +54,16 @@ class Watcher:
             self.log.signals(record)
         return dict(record["totals"])
 
+    def close(self) -> None:
+        """Remove all hooks and taps: those of a run that failed would record the next one in this process."""
+        if self.watch is not None:
+            self.watch.close()
+
+    @property
+    def lowers_beta2(self) -> bool:
+        """Whether an action on an alarm has lowered β₂ for some steps, which are not over."""
+        return self.watch is not None and self.watch.actor.until is not None
+
     def state(self) -> dict[str, Any] | None:
         return None if self.watch is None else self.watch.state_dict()
 

@@ -137,7 +137,8 @@ class Actor:
         return {"streak": self.streak, "until": self.until, "betas": betas}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.streak, self.until, self.betas = state["streak"], state["until"], list(state["betas"])
+        self.streak, self.until = state["streak"], state["until"]
+        self.betas = [None if betas is None else [float(beta) for beta in betas] for betas in state["betas"]]
 
 
 def _action(step: int, kind: str, where: Sequence[str], action: str, text: str) -> Alarm:

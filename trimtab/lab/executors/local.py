@@ -10,6 +10,7 @@ that they cannot write to a run that the next sweep continues.
 import contextlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from trimtab.lab.executors import Job, Outcome
 PATIENCE_S = 20.0  # for a stopping worker: the rest of its step and a checkpoint
 # The first optimizer of a process imports the compiler, which takes about a second; the fork server does it once.
 PRELOAD = ["trimtab.lab.executors.worker", "torch._dynamo"]
+_SAFE_PATH = "PYTHONSAFEPATH"  # of Python 3.11
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -56,10 +58,24 @@ class LocalExecutor:
     def submit(self, job: Job) -> None:
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_main, args=(json.dumps(asdict(job)), theirs), name=f"cell {job.name}")
-        with _without_main():
+        with _without_main(), _without_current_folder():
+            self._start_server()
             process.start()
         theirs.close()
         self.running[job.name] = _Running(job, process, ours)
+
+    def _start_server(self) -> None:
+        """Start the fork server with Ctrl-C ignored: it imports torch for seconds, and the terminal's Ctrl-C reaches it
+        too. Python itself ignores it there only after the imports."""
+        if self.context.get_start_method() != "forkserver":
+            return
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
 
     def wait(self, timeout_s: float) -> list[Outcome]:
         if not self.running:
@@ -105,6 +121,20 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@contextlib.contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Start Python without the current folder in its path: a file `random.py` there would replace Python's own."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SAFE_PATH]
+        else:
+            os.environ[_SAFE_PATH] = before
+
+
 def count_cores() -> int:
     """Cores that this process may use; in a container or a batch job these can be fewer than the machine has."""
     usable = getattr(os, "sched_getaffinity", None)
@@ -142,7 +172,9 @@ def _redirect(log: Path) -> FileLock:
     lock = FileLock(log.with_name(f".{log.name}.lock"))
     with contextlib.suppress(OSError, NotImplementedError):  # some network file systems have no locks
         lock.acquire()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    with contextlib.suppress(OSError):
+        log.unlink()  # it may be a link or a pipe of somebody else
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     return lock

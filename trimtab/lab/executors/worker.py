@@ -1,7 +1,7 @@
 """A worker trains one cell, or continues it exactly.
 
     no folder                          train
-    checkpoints                        resume from the newest one that is intact
+    checkpoints                        resume from the newest one that is intact, with the log up to it
     other files of a run               remove them, then train
     files that no run writes           refuse: they may belong to the user
 
@@ -19,14 +19,14 @@ from pathlib import Path
 from rich.console import Console
 
 from trimtab.lab.executors import Job, Outcome
-from trimtab.runs import End, RunError, RunFolder
-from trimtab.runs.folder import CHECKPOINTS, FILES
+from trimtab.runs import End, RunError, RunFolder, RunLog
+from trimtab.runs.folder import CHECKPOINTS, FILES, TENSORBOARD
 from trimtab.train import CheckpointError, Checkpoints, RunConfig, resume, train
-from trimtab.train.config import from_json
+from trimtab.train.config import from_json, load_config
 from trimtab.train.processes import Processes
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
-_OURS = {*FILES, CHECKPOINTS, "tensorboard"}  # what a run leaves in its folder; temporary files begin with a dot
+_OURS = {*FILES, CHECKPOINTS, TENSORBOARD}  # what a run leaves in its folder; temporary files begin with a dot
 
 
 def work(job: Job) -> Outcome:
@@ -55,10 +55,10 @@ def keep_memory() -> None:
 
 def run_cell(folder: Path, config: RunConfig) -> bool:
     """Whether the run is complete, for any reason; False if it was stopped from outside and can be resumed."""
-    if RunFolder(folder).complete:
+    if RunFolder(folder).intact:
         return True
     quiet = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False)
-    step = find_checkpoint(folder)
+    step = find_checkpoint(folder, config)
     if step is not None:
         result = resume(folder, config, step=step, console=quiet)
     else:
@@ -67,21 +67,27 @@ def run_cell(folder: Path, config: RunConfig) -> bool:
     return not End(result["why"]).resumable
 
 
-def find_checkpoint(folder: Path) -> int | None:
-    """The step of the newest intact checkpoint; None if the run cannot be resumed."""
+def find_checkpoint(folder: Path, config: RunConfig) -> int | None:
+    """The step of the newest checkpoint that is intact, with the log up to it; None if the run cannot be resumed."""
     run = RunFolder(folder)
+    checkpoints = Checkpoints(run.checkpoints, 1, Processes())
+    if checkpoints.empty:
+        return None
     try:
-        checkpoints = Checkpoints(run.checkpoints, 1, Processes())
-        run.config.read_bytes()
-    except OSError:
+        load_config(folder, trust=getattr(config.model, "build", None))
+        RunLog(folder).check_files()
+    except RunError as error:
+        print(error, file=sys.stderr)
         return None
     for step in reversed(checkpoints.list_steps()):
         try:
             checkpoints.verify(step)
+            damage = run.compare(checkpoints.log_records(step), prefix=True)
         except CheckpointError as error:
-            print(error, file=sys.stderr)
-            continue
-        return step
+            damage = (str(error),)
+        if not damage:
+            return step
+        print(damage[0], file=sys.stderr)
     return None
 
 
