@@ -10,7 +10,7 @@ stopped early or ended without a finite loss is infinite, and both are null in J
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ ForecastOutcome = Literal["seen", "few sizes", "not within horizon", "at largest
 Points = tuple[tuple[int, float], ...]  # (step, value)
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """The state of a cell."""
 
     DONE = End.DONE.value

@@ -19,7 +19,7 @@
 The sizes of package.file:function may be tables of its options: `{name = "small", hidden = 64}`.
 """
 
-import importlib
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -95,19 +95,11 @@ def make_study(data: Mapping[str, Any], *, name: str = "study") -> Study:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        parser = importlib.import_module("tomllib")  # since Python 3.11
-    except ModuleNotFoundError:
-        try:
-            parser = importlib.import_module("tomli")
-        except ModuleNotFoundError:
-            raise ConfigError("study files need Python 3.11, or `pip install tomli`") from None
-    try:
-        result: dict[str, Any] = parser.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"is not TOML: {error}") from None
-    return result
 
 
 def _check(key: str, value: Any) -> None:

@@ -8,7 +8,7 @@ import base64
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def render(findings: Findings, page: Path, *, commands: Sequence[str], plotly: s
     loader = jinja.FileSystemLoader(HERE / "templates")
     templates = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True)
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    view, now = View(findings), datetime.now(timezone.utc)
+    view, now = View(findings), datetime.now(UTC)
     sections = _sections(view, page.parent)
     scripts = [plotly, (HERE / "page.js").read_text(encoding="utf-8")]
     text: str = templates.get_template("page.html").render(

@@ -8,7 +8,7 @@ made `printable`, because it may come from somebody else's folder and is shown o
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal
 
 from trimtab.screen import printable
@@ -21,12 +21,7 @@ _Rounding = Literal["input_error", "weight_error", "grad_error"]  # of 8-bit mat
 LayerSignal = Literal["logit_max", "entropy", "q_norm", "k_norm", "cosine", "out_rms", "out_max", _Rounding]
 
 
-class _Text(str, Enum):
-    def __str__(self) -> str:
-        return str(self.value)
-
-
-class End(_Text):
+class End(StrEnum):
     """Why a run ended."""
 
     DONE = "done"  # all steps or tokens were trained
@@ -42,7 +37,7 @@ class End(_Text):
         return self in (End.INTERRUPTED, End.TERMINATED, End.NOT_SAVED)
 
 
-class EventKind(_Text):
+class EventKind(StrEnum):
     """What a line of the events file reports."""
 
     EVALUATED = "evaluated"

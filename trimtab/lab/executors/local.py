@@ -31,7 +31,7 @@ from trimtab.lab.executors import Job, Outcome
 PATIENCE_S = 20.0  # for a stopping worker: the rest of its step and a checkpoint
 # The first optimizer of a process imports the compiler, which takes about a second; the fork server does it once.
 PRELOAD = ["trimtab.lab.executors.worker", "torch._dynamo"]
-_SAFE_PATH = "PYTHONSAFEPATH"  # of Python 3.11
+_SAFE_PATH = "PYTHONSAFEPATH"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
