@@ -29,9 +29,11 @@ from tests.train.runs import (
 from trimtab.nn import ConfigError
 from trimtab.schedule import LearningRate
 from trimtab.train import BatchConfig, OptimConfig, RunError, evaluate, load_run, loop, resume, sample, train
+from trimtab.train.build import build_task
 from trimtab.train.compilations import count_shapes
 from trimtab.train.config import load_config
 from trimtab.train.plan import simulate
+from trimtab.train.processes import Processes
 
 GROWS = BatchConfig(start=2, increment=2, samples=12)
 
@@ -106,6 +108,16 @@ def test_micro_batches_add_up_to_the_batch(tmp_path):
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
     first, second = (read_log(tmp_path / name)[0]["grad_norm"] for name in ("whole", "parts"))
     assert second == pytest.approx(first, rel=1e-5)
+
+
+def test_an_evaluation_uses_micro_batches_too(tmp_path):
+    whole, parts = (build_task(tiny(tmp_path, micro_batch=rows), Processes()) for rows in (None, 1))
+    rows, evaluate = [], parts.evaluate
+    parts.evaluate = lambda model, batch: rows.append(len(batch["tokens"])) or evaluate(model, batch)
+    found = parts.validate(parts.model, 2)["loss"]
+    assert set(rows) == {1}
+    assert len(rows) == 2 * parts.eval_batch
+    torch.testing.assert_close(found, whole.validate(whole.model, 2)["loss"])
 
 
 # --- What may change at a resume

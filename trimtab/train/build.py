@@ -27,6 +27,7 @@ class Task:
     evaluate: Callable[[nn.Module, Batch], dict[str, Tensor]]  # must contain "loss"
     eval_batch: int  # rows of an evaluation batch, over all processes
     sha256: str  # of the data
+    micro_batch: int | None = field(default=None, kw_only=True)  # rows that are evaluated at once; None: all
     after_step: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     @torch.no_grad()
@@ -36,8 +37,10 @@ class Task:
         training = model.training
         model.eval()
         for _ in range(count):
-            for name, x in self.evaluate(model, batches.next(self.eval_batch)).items():
-                sums[name] = sums.get(name, torch.zeros_like(x, dtype=torch.float32)) + x.float()
+            parts = split(batches.next(self.eval_batch), self.micro_batch)
+            for part in parts:
+                for name, x in self.evaluate(model, part).items():
+                    sums[name] = sums.get(name, torch.zeros_like(x, dtype=torch.float32)) + x.float() / len(parts)
         model.train(training)
         return {name: x / count for name, x in sums.items()}
 
@@ -50,6 +53,16 @@ def build_task(config: RunConfig, processes: Processes) -> Task:
         return _module_task(config, processes)
     assert isinstance(config, CLIPRun)
     return _clip_task(config, processes)
+
+
+def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:
+    """Micro-batches of equal size."""
+    count = len(next(iter(batch.values())))
+    if rows is None or rows >= count:
+        return [batch]
+    if count % rows:
+        raise ValueError(f"a batch of {count} rows does not split into micro-batches of {rows}")
+    return [{key: value[i : i + rows] for key, value in batch.items()} for i in range(0, count, rows)]
 
 
 def check_data(task: Task, saved: SavedConfig) -> None:
@@ -91,7 +104,10 @@ def _gpt_task(config: GPTRun, processes: Processes) -> Task:
     def loss(run: nn.Module, batch: Batch) -> Tensor:
         return score(run, batch).loss
 
-    return Task(model, batches, loss, lambda run, batch: {"loss": score(run, batch).ce}, config.batch, corpus.sha256)
+    def evaluate(run: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": score(run, batch).ce}
+
+    return Task(model, batches, loss, evaluate, config.batch, corpus.sha256, micro_batch=config.micro_batch)
 
 
 def _clip_task(config: CLIPRun, processes: Processes) -> Task:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
 from trimtab.runs import Clock, End, EventKind, Result, RunError, RunLog, StepRecord
-from trimtab.train.build import Task, build_optimizer, build_task, check_data
+from trimtab.train.build import Task, build_optimizer, build_task, check_data, split
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.compilations import batch_sizes, count_shapes, limit_compilations
 from trimtab.train.config import FREE, RunConfig, differences, load_config, to_json
@@ -459,16 +459,6 @@ def _facts(task: Task) -> dict[str, Any]:
     own = hasattr(model, "count_params")
     params = model.count_params() if own else sum(p.numel() for p in model.parameters())
     return {"sha256": task.sha256, "params": int(params), "torch": torch.__version__}
-
-
-def split(batch: dict[str, Any], rows: int | None) -> list[dict[str, Any]]:
-    """Micro-batches of equal size."""
-    count = len(next(iter(batch.values())))
-    if rows is None or rows >= count:
-        return [batch]
-    if count % rows:
-        raise ValueError(f"a batch of {count} rows does not split into micro-batches of {rows}")
-    return [{key: value[i : i + rows] for key, value in batch.items()} for i in range(0, count, rows)]
 
 
 def _check_sizes(config: RunConfig, world: int) -> None:
