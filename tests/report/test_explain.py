@@ -111,7 +111,53 @@ def test_a_slow_divergence_is_dated_at_the_best_loss(folder):
     found = folder.explain().findings[0]
     assert found.kind == "divergence"
     assert 200 <= found.step <= 224  # a tenth of the way up is still about as good
-    assert "1.9" in found.what
+    assert "ends 1.9 above it" in found.what
+
+
+@pytest.mark.parametrize(("rise", "diverges"), [(0.08, False), (0.13, True)])
+def test_a_run_that_ends_more_than_the_margin_of_the_lab_above_its_best_diverges(folder, rise, diverges):
+    folder.losses[300:] += rise
+    assert ["divergence"] * diverges == [finding.kind for finding in folder.explain().findings]
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
+def test_noise_alone_is_no_divergence(folder, noise):
+    for seed in range(10):
+        folder.losses = 3 + noise * np.random.default_rng(seed).standard_normal(STEPS)
+        assert "divergence" not in [finding.kind for finding in folder.explain().findings]
+
+
+def test_a_short_run_diverges_too(tmp_path):
+    losses = [*np.linspace(6, 2.5, 20), *np.linspace(2.6, 4.5, 12)]
+    rows = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "divergence" in [finding.kind for finding in explain(tmp_path).findings]
+
+
+def test_one_loss_far_above_the_others_is_a_bad_batch_and_two_in_a_row_are_a_spike(folder):
+    folder.losses[299] = 5.0
+    found = folder.only("bad batch")
+    assert found.step == 300
+    assert "step 300: 5, usually 2" in str(found)
+    assert "gradient clipping" in found.advice
+    folder.losses[300] = 5.0
+    assert folder.only("loss spike").step == 300
+
+
+@pytest.mark.parametrize("value", [60.0, np.nan])
+def test_an_explosion_in_the_first_steps_comes_first_and_is_no_divergence(folder, value):
+    folder.losses[5:] = value
+    found = folder.explain().findings
+    assert "divergence" not in [finding.kind for finding in found]
+    assert (found[0].kind, found[0].step) == ("explosion", 6)
+    assert "at learning rate 0.001" in found[0].what
+    assert "the loss was 6.001 before training" in str(found[0])
+
+
+def test_the_first_loss_of_a_log_that_starts_in_the_middle_is_not_that_before_training(folder):
+    text = "".join(json.dumps({"step": i + 500, "loss": 1.0 + 5 * (i > 2)}) + "\n" for i in range(12))
+    (folder.path / "log.jsonl").write_text(text)
+    assert "explosion" not in [finding.kind for finding in explain(folder.path).findings]
 
 
 def test_a_divergence_after_a_long_level_stretch_is_dated_at_its_end_and_traced_to_the_spike(folder):
@@ -138,6 +184,62 @@ def test_attention_logits_that_grow_name_the_layer_and_the_lead(folder, layer):
     assert "107 steps before the loss" in str(found)
     assert "entropy went from 9 to 5.01" in str(found)
     assert "qk-norm" in found.advice
+
+
+def test_logits_that_are_large_from_the_first_measurement_on_are_found(folder):
+    folder.logits["blocks.1.attention"][:] = 500.0
+    found = folder.only("attention logits")
+    assert (found.step, found.where) == (1, "blocks.1.attention")
+    assert "are large from the first measurement on" in found.what
+
+
+def spoil(folder, kind):
+    match kind:
+        case "loss spike":
+            folder.losses[[299, 300, 301]] = 5.0
+            folder.rms["second.weight"][293] = 4.5
+        case "attention logits":
+            folder.logits["blocks.0.attention"][200:] = np.geomspace(4, 4000, 200)
+        case "logZ":
+            folder.logz = np.linspace(0, -40, STEPS)
+        case "eps":
+            folder.grads["second.weight"][:] = 1e-16
+        case "divergence":
+            folder.losses[200:] += np.linspace(0, 2, 200)
+        case "non-finite":
+            folder.losses[300:] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy", "has"),
+    [
+        ("attention logits", "qk-norm", {"model": {"qk_norm": "shared"}}),
+        ("attention logits", "qk-norm", {"model": {"qk_norm": "off", "kappa": 2.0}}),
+        ("divergence", "qk-norm", {"model": {"qk_norm": "whole"}}),
+        ("divergence", "independent weight decay", {"optim": {"independent_decay": True}}),
+        ("divergence", "longer warmup", {"steps": 4}),  # the highest learning rate is that of step 1
+        ("non-finite", "z-loss", {"model": {"z_loss": 1e-4}}),
+        ("non-finite", "float32", {"autocast": "off"}),
+        ("logZ", "z-loss (1e-4)", {"model": {"z_loss": 1e-4}}),
+        ("eps", "a smaller eps", {"optim": {"eps": 1e-15}}),
+        ("loss spike", "StableAdamW", {"optim": {"name": "stable-adamw"}}),
+        ("loss spike", "a lower β₂", {"optim": {"betas": [0.9, 0.9]}}),
+    ],
+)
+def test_a_remedy_that_the_run_has_is_not_recommended_and_another_is(folder, kind, remedy, has):
+    for config, known in (({"optim": {"eps": 1e-8}}, False), ({"optim": {"eps": 1e-8}} | has, True)):
+        spoil(folder, kind)
+        folder.config = {"config": config}
+        (found,) = [finding for finding in folder.explain().findings if finding.kind == kind]
+        assert (remedy in found.advice) != known
+        assert "learning rate" in found.advice or kind == "eps"
+
+
+def test_a_config_of_other_types_is_explained(folder):
+    spoil(folder, "loss spike")
+    optim = {"betas": [], "eps": "small", "clip_norm": [1], "weight_decay": None}
+    folder.config = {"config": {"optim": optim, "steps": "many", "model": 3, "schedule": {"seqlen": {"start": "x"}}}}
+    assert folder.only("loss spike").advice.startswith("StableAdamW")
 
 
 def test_log_z_that_drifts_away_from_zero_is_found_and_towards_it_is_not(folder):

@@ -3,9 +3,10 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
-from trimtab.watch.events import Alarm, Detector, Rules
+from trimtab.watch.events import Alarm, Detector, Rules, advise
 
 NOW = Rules(ignore=0)
 
@@ -68,7 +69,55 @@ def test_a_loss_spike_needs_two_deviations_and_is_dated_at_the_first():
     assert alarm.usual[1] < 2.6
     assert losses(detector, [3.0], 106) == []  # the same event
     assert losses(detector, calm(100), 107) == []
-    assert losses(detector, [9.0, *calm(10), 9.0], 207) == []  # ten steps apart
+    assert losses(detector, [2.5, *calm(10), 2.5], 207) == []  # ten steps apart
+
+
+@pytest.mark.parametrize(("loss", "found"), [(2.79, False), (2.81, True), (math.inf, False)])
+def test_one_loss_far_above_the_last_is_a_loss_spike_at_once(loss, found):
+    detector = Detector(Rules())  # also in the steps that other rules ignore
+    assert losses(detector, [9.0 - 0.1 * i for i in range(70)] + calm(20)) == []
+    alarms = [alarm for alarm in losses(detector, [loss, *calm(5)], 91) if alarm.kind == "loss spike"]
+    assert [(alarm.step, alarm.value) for alarm in alarms] == ([(91, loss)] if found else [])
+    assert all("check the batch of this step" in alarm.advice for alarm in alarms)
+
+
+def test_two_bad_batches_are_two_alarms():
+    found = losses(Detector(Rules()), [*calm(100), 9.0, *calm(24), 9.0])
+    assert [alarm.step for alarm in found] == [101, 126]
+
+
+def test_two_spikes_within_sixteen_steps_are_two_however_rarely_tensors_are_measured():
+    found = losses(Detector(NOW, 16), [*calm(100), 2.6, 2.6, *calm(11), 2.7, 2.7])
+    assert [alarm.step for alarm in found] == [101, 114]
+
+
+@pytest.mark.parametrize("noise", ["normal", "laplace", "gumbel"])
+def test_noise_starts_the_rule_of_one_loss_less_than_once_in_two_thousand_steps(noise):
+    values = (3 + 0.2 * getattr(np.random.default_rng(0), noise)(size=20_000)).tolist()
+    assert len(losses(Detector(Rules(ignore=0, deviating=10)), values)) < 10
+
+
+def test_an_explosion_in_the_first_steps_names_the_loss_before_training_and_the_learning_rate():
+    detector = Detector(Rules())
+    alarms = [
+        a for i, x in enumerate([6.15, 6.07, 9.6, 22.0, 25.2, 11.7]) for a in detector.check_loss(i + 1, x, {"lr": 1.0})
+    ]
+    assert [(alarm.kind, alarm.step, alarm.value) for alarm in alarms] == [("explosion", 4, 25.2)]
+    assert "6.15 before training" in alarms[0].advice
+    assert "Lower the learning rate (now 1)" in alarms[0].advice
+    assert "warm up longer" in alarms[0].advice
+
+
+def test_a_nan_in_the_first_steps_is_explained_by_the_learning_rate_and_one_in_the_middle_is_not():
+    first, late = (losses(Detector(Rules(ignore=30)), [*calm(n), math.nan, math.nan]) for n in (3, 50))
+    assert [alarm.kind for alarm in first] == ["non-finite", "explosion"]
+    assert "lower the learning rate" in first[0].advice
+    assert [alarm.kind for alarm in late] == ["non-finite", "loss spike"]
+    assert "learning rate" not in late[0].advice
+
+
+def test_small_first_losses_are_no_level():
+    assert losses(Detector(Rules()), [0.2, 0.9, 1.1, 0.3, 1.1, 0.1] * 3) == []  # five times the first
 
 
 def test_the_limit_of_a_loss_is_so_many_deviations_over_the_window():
@@ -133,8 +182,43 @@ def test_attention_logits_near_the_critical_value():
     (alarm,) = detector.check_layers(2, {"a": {"logit_max": 1000.0, "entropy": 1.0}})
     assert (alarm.kind, alarm.where) == ("attention logits", "a")
     assert "qk-norm" in alarm.advice
+    assert detector.check_layers(2, {"c": {"logit_max": 101.0, "entropy": 0.6}}) == []
+    (collapsed,) = detector.check_layers(2, {"c": {"logit_max": 101.0, "entropy": 0.4}})
+    assert (collapsed.kind, collapsed.where) == ("attention logits", "c")
     (broken,) = detector.check_layers(3, {"b": {"out_rms": math.nan, "out_max": math.nan}})
     assert (broken.kind, broken.where) == ("non-finite", "b")
+
+
+def test_logits_that_stay_high_are_one_event_at_every_look():
+    detector = Detector(Rules(), 3, 40)
+    looks = [
+        bool(detector.check_layers(step, {"a": {"logit_max": 5e3, "entropy": 0.0}})) for step in (40, 80, 122, 300)
+    ]
+    assert looks == [True, False, False, True]
+
+
+STABLE = {"clip_threshold": 1.0, "betas": (0.9, 0.9), "eps": 1e-15, "qk_norm": True, "z_loss": True, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "signal", "remedy"),
+    [
+        ("rms spike", "rms", "use StableAdamW"),
+        ("rms spike", "rms", "lower β₂"),
+        ("loss spike", "loss", "use StableAdamW"),
+        ("loss spike", "one loss", "lower β₂"),
+        ("gradient near eps", "grad_rms", "smaller eps"),
+        ("attention logits", "logit_max", "use qk-norm"),
+        ("drift", "logit_max", "Use qk-norm"),
+        ("drift", "output logits", "Add a z-loss"),
+        ("drift", "logz", "Add a z-loss"),
+    ],
+)
+def test_what_the_run_has_is_not_advised_and_something_else_is(kind, signal, remedy):
+    assert remedy in advise(kind, signal, {"betas": (0.9, 0.999), "eps": 1e-8, "qk_norm": False, "z_loss": False})
+    other = advise(kind, signal, STABLE)
+    assert remedy not in other
+    assert "the learning rate (now 0.1)" in other or kind == "gradient near eps"
 
 
 def drift(signal: str, value: "list[float]", window: int = 10) -> list[Alarm]:

@@ -288,16 +288,30 @@ def test_an_optimizer_inside_another_is_found():
     assert set(watch.record["tensors"]) == {"weight", "bias"}
 
 
-def test_losses_between_two_measurements_are_all_checked():
+@pytest.mark.parametrize(("bad", "alarmed"), [((34, 35), 34), ((34,), 34), ((35,), 35)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_losses_between_two_measurements_are_all_checked(bad, alarmed, on_device, monkeypatch):
+    """At once if they are on the host, otherwise at the next measurement: reading them would wait for the device."""
+    if on_device:
+        monkeypatch.setattr(Watch, "_check_between", lambda self: [])
     model = nn.Linear(2, 2)
     watch = Watch(model, torch.optim.AdamW(model.parameters()), every=4, rules=Rules(ignore=0, fewest=5))
     found = {}
     for step in range(1, 41):
-        loss = 9.0 if step in (34, 35) else 2 + 0.01 * (step % 3)
+        loss = 9.0 if step in bad else 2 + 0.01 * (step % 3)
         found[step] = watch.step(torch.tensor(loss))
-    assert {step: alarms for step, alarms in found.items() if alarms}.keys() == {36}
-    assert (found[36][0].kind, found[36][0].step) == ("loss spike", 34)
+    assert [step for step, alarms in found.items() if alarms] == [36 if on_device else alarmed]
+    (alarm,) = found[36 if on_device else alarmed]
+    assert (alarm.kind, alarm.step, alarm.value) == ("loss spike", alarmed, 9.0)
     assert watch.record["totals"]["loss_ratio"] == pytest.approx(2.01 / 2)
+
+
+@pytest.mark.parametrize(("switches", "has"), [({}, False), ({"qk_norm": "whole"}, True), ({"kappa": 1.0}, True)])
+def test_qk_norm_is_advised_to_a_model_without_it_only(switches, has):
+    model = build(**switches)
+    watch = Watch(model, OPTIMIZERS["fused"](model), deep_every=1, rules=Rules(logits_critical=1e-3))
+    (alarm,) = [alarm for alarm in run(model, watch.optimizer, range(1), watch) if alarm.kind == "attention logits"]
+    assert ("qk-norm" in alarm.advice) != has
 
 
 def test_the_share_of_clipped_steps():

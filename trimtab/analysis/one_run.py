@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike
 
 from trimtab.analysis import spikes
 from trimtab.analysis.spikes import PAPER, SpikeRules
+from trimtab.analysis.thresholds import LEAST_SPIKE, OUTLIER, OUTLIER_WINDOW
 from trimtab.hints import load_extra
 from trimtab.runs.reader import Floats, Ints, Run, read_run
 
@@ -147,6 +148,20 @@ def first_spikes(run: Run, rules: SpikeRules = PAPER) -> list[FirstSpike]:
         tensors = first_above(run, (span[0] - rules.lead[1], peak[0] - rules.lead[0]), rules.rms)
         found.append(FirstSpike(span[0], (float(mean[place]), float(deviation[place])), peak, tensors))
     return found
+
+
+def outliers(run: Run, rules: SpikeRules = PAPER) -> list[FirstSpike]:
+    """Single losses far above those before them that are part of no loss spike, as after one bad batch."""
+    steps, losses = losses_of(run)
+    mean, deviation = spikes.running_range(losses, OUTLIER_WINDOW)
+    with np.errstate(invalid="ignore", over="ignore"):
+        limit = mean + np.maximum(OUTLIER * deviation, (LEAST_SPIKE - 1) * np.abs(mean))
+        high = np.isfinite(losses) & (losses > limit) & (np.arange(len(losses)) >= OUTLIER_WINDOW)
+    high[:-1] &= losses[1:] <= limit[:-1]
+    for first, last in spikes.loss_spans(steps, losses, rules):
+        high &= (steps < first - rules.gap) | (steps > last + rules.gap)
+    found = np.flatnonzero(high).tolist()
+    return [FirstSpike(int(steps[i]), (mean[i], deviation[i]), (int(steps[i]), losses[i]), []) for i in found]
 
 
 def first_above(run: Run, span: tuple[int, int], limit: float) -> list[tuple[str, int, float]]:

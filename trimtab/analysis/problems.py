@@ -8,8 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trimtab.analysis import spikes
 from trimtab.analysis import thresholds as limits
-from trimtab.analysis.one_run import FirstSpike, LeadTime, first_above, first_spikes, lead_times, losses_of, rules_for
+from trimtab.analysis.one_run import (
+    FirstSpike,
+    LeadTime,
+    first_above,
+    first_spikes,
+    lead_times,
+    losses_of,
+    outliers,
+    rules_for,
+)
 from trimtab.analysis.spikes import SpikeRules
 from trimtab.runs import Event, EventKind, Run
 from trimtab.runs.reader import Floats
@@ -33,7 +43,16 @@ class NotFinite(Problem):  # a loss, a gradient or an alarm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(Problem):  # the loss ends far above its best
+class Explosion(Problem):  # in the first steps the loss rises far above the loss before training
+    before: float
+    peak: tuple[int, float]  # step and height; a loss that is not finite is the highest
+    last: float  # loss at the end
+    lr: float  # at the step when it began
+    reasons: list[str]  # why the run was stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Problem):  # the loss ends more than MARGIN above its best
     best: float  # median loss of the best piece of the run
     last: float
     noise: float  # standard deviation within a piece
@@ -52,8 +71,14 @@ class LossSpikes(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BadBatches(Problem):  # single losses far above the others
+    losses: list[FirstSpike]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogitGrowth(Problem):  # of attention
     layers: list[tuple[int, str, float, float]]  # step, layer, early value, largest value
+    at_first: bool  # already large when they were first measured
     entropy: tuple[float, float] | None  # attention entropy of the first layer, at the first and the last step
     rises: int | None  # step at which the loss is 1.5 times its best
 
@@ -80,9 +105,34 @@ class SkippedSteps(Problem):
 def find_problems(run: Run, rules: SpikeRules | None = None) -> list[Problem]:
     """Everything that went wrong, the most severe kind first."""
     rules = rules or rules_for(run)
-    severe = (find_not_finite(run, rules), find_divergence(run, rules), find_loss_spikes(run, rules))
-    others = (find_logit_growth(run), find_logz_drift(run), find_near_eps(run), find_skips(run))
-    return [problem for problem in (*severe, *others) if problem is not None]
+    exploded = find_explosion(run, rules)
+    # A run that never recovers from its first steps has no best loss to diverge from.
+    diverged = None if exploded is not None and not exploded.last < exploded.before else find_divergence(run, rules)
+    severe = (exploded, find_not_finite(run, rules), diverged, find_loss_spikes(run, rules))
+    others = (find_bad_batches(run, rules), find_logit_growth(run), find_logz_drift(run), find_near_eps(run))
+    return [problem for problem in (*severe, *others, find_skips(run)) if problem is not None]
+
+
+def find_explosion(run: Run, rules: SpikeRules) -> Explosion | None:
+    """The first loss is that before training. Are two losses of the first steps, or the last, far above it?"""
+    steps, losses = losses_of(run)
+    if not len(steps) or steps[0] > 1 or not np.isfinite(losses[0]):
+        return None
+    before = float(losses[0])
+    high = steps[~(losses < max(limits.EXPLODES * before, before + 1))]
+    if not len(high) or high[0] > max(rules.ignore, limits.FIRST_STEPS):
+        return None
+    if high[0] != steps[-1] and not (high[1:] - high[0] < rules.gap).any():
+        return None
+    rates = dict(zip(run.log.steps.tolist(), run.log.column("lr").tolist(), strict=True))
+    return Explosion(
+        step=int(high[0]),
+        before=before,
+        peak=spikes.find_peak(steps, losses, (int(high[0]), int(high[0])), rules),
+        last=_median(losses[-10:]) if np.isfinite(losses[-1]) else math.nan,
+        lr=rates.get(int(high[0]), math.nan),
+        reasons=_reasons(run),
+    )
 
 
 def find_not_finite(run: Run, rules: SpikeRules) -> NotFinite | None:
@@ -107,22 +157,24 @@ def find_not_finite(run: Run, rules: SpikeRules) -> NotFinite | None:
 
 
 def find_divergence(run: Run, rules: SpikeRules) -> Divergence | None:
-    """The loss in fifty pieces: is the median of the last far above the lowest?"""
+    """The loss in up to fifty pieces: is the median of the last more than `MARGIN` above the lowest?"""
     steps, losses = losses_of(run)
     steps, losses = steps[np.isfinite(losses)], losses[np.isfinite(losses)]
-    if len(losses) < 50:
+    if len(losses) < 20:
         return None
-    pieces = np.array_split(np.arange(len(losses)), 50)
+    pieces = np.array_split(np.arange(len(losses)), min(50, len(losses) // 4))
     medians = np.array([np.median(losses[piece]) for piece in pieces])
     noise = float(np.median([np.std(losses[piece]) for piece in pieces]))
     best, last = float(medians.min()), float(medians[-1])
-    if not (last > limits.ENDS_ABOVE * best and last - best > 2 * noise):
+    # By chance the lowest of fifty medians is about two standard errors too low, and the last may be two too high.
+    error = 1.25 * noise / math.sqrt(len(pieces[-1]))
+    if last - best <= max(limits.MARGIN, 5 * error):
         return None
     near = np.flatnonzero(medians <= best + 0.1 * (last - best))[-1]  # where it was last about as good
     since = int(steps[pieces[near][-1]])
     begun = [spike.step for spike in first_spikes(run, rules) if 0 <= spike.step - since <= len(steps) // 20]
-    reasons = [event.reason for event in run.of_kind(EventKind.STOPPED)]
-    return Divergence(step=since, best=best, last=last, noise=noise, spike=next(iter(begun), None), reasons=reasons)
+    spike = next(iter(begun), None)
+    return Divergence(step=since, best=best, last=last, noise=noise, spike=spike, reasons=_reasons(run))
 
 
 def find_loss_spikes(run: Run, rules: SpikeRules) -> LossSpikes | None:
@@ -146,21 +198,35 @@ def find_loss_spikes(run: Run, rules: SpikeRules) -> LossSpikes | None:
     )
 
 
+def find_bad_batches(run: Run, rules: SpikeRules) -> BadBatches | None:
+    found = outliers(run, rules)
+    return BadBatches(step=found[0].step, losses=found) if found else None
+
+
 def find_logit_growth(run: Run) -> LogitGrowth | None:
+    """Compared with the early logits, but at most with `LOGIT_FIRST`: they may have grown before the first look."""
     steps, grown = run.signals.steps, list[tuple[int, str, float, float]]()
     entropies = run.signals.layers("entropy")  # output logits have no entropy
     for layer, values in run.signals.layers("logit_max").items():
         early = _median(values[np.isfinite(values)][: max(1, len(values) // 10)])
-        limit = min(limits.CRITICAL_LOGIT, max(limits.LOGIT_GROWTH * early, limits.LOGIT_LEAST))
+        limit = max(limits.LOGIT_GROWTH * min(early, limits.LOGIT_FIRST), limits.LOGIT_LEAST)
         high = np.isfinite(values) & (values >= limit)
         if layer in entropies and high.any():
             grown.append((int(steps[high.argmax()]), layer, early, float(np.nanmax(values))))
     if not grown:
         return None
     step, layer = min(grown)[:2]
-    entropy = entropies[layer][np.isfinite(entropies[layer])]
+    known = np.isfinite(entropies[layer])
+    entropy = entropies[layer][known]
     ends = (float(entropy[0]), float(entropy[-1])) if len(entropy) > 1 else None
-    return LogitGrowth(step=step, where=layer, layers=sorted(grown), entropy=ends, rises=_loss_rises(run, step))
+    return LogitGrowth(
+        step=step,
+        where=layer,
+        layers=sorted(grown),
+        at_first=step == steps[known.argmax()],
+        entropy=ends,
+        rises=_loss_rises(run, step),
+    )
 
 
 def find_logz_drift(run: Run) -> LogzDrift | None:
@@ -210,6 +276,10 @@ def _first_bad_tensors(run: Run) -> tuple[int, list[str]] | None:
             since[name] = int(steps[lost[0]])
     first = min(since.values(), default=None)
     return None if first is None else (first, [name for name, step in since.items() if step == first])
+
+
+def _reasons(run: Run) -> list[str]:
+    return [event.reason for event in run.of_kind(EventKind.STOPPED)]
 
 
 def _loss_rises(run: Run, step: int) -> int | None:

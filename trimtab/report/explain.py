@@ -5,17 +5,27 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from trimtab.analysis import problems
 from trimtab.analysis.one_run import ANY, Analysis, FirstSpike, LeadTime, losses_of
 from trimtab.analysis.spikes import SpikeRules
-from trimtab.analysis.thresholds import CRITICAL_LOGIT, LEAST_SPIKE, LOGZ_DRIFT, LOSS_RATIOS
+from trimtab.analysis.thresholds import (
+    CRITICAL_LOGIT,
+    LEAST_SPIKE,
+    LOGIT_FIRST,
+    LOGZ_DRIFT,
+    LONG_WARMUP,
+    LOSS_RATIOS,
+)
 from trimtab.runs import EventKind, Run, read_run
+from trimtab.runs.records import number
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,8 @@ def explain(folder: Run | str | Path, rules: SpikeRules | None = None) -> Explan
     """Find every kind of problem, the most severe first."""
     run = folder if isinstance(folder, Run) else read_run(folder)
     found = problems.find_problems(run, rules)
-    findings = [Finding(*problem_words(x), step=x.step, where=x.where) for x in found]
+    used = remedies_in_use(run)
+    findings = [Finding(*problem_words(x, used), step=x.step, where=x.where) for x in found]
     return Explanation(run.folder.path, _summary(run), findings)
 
 
@@ -75,16 +86,64 @@ def _summary(run: Run) -> str:
     return "; ".join([*parts, *(f"not as the run wrote it: {text}" for text in run.damage)])
 
 
+# --- Remedies
+
+LOWER_LR, WARMUP, QK_NORM = "a lower learning rate", "longer warmup", "qk-norm"
+Z_LOSS, STABLE, FLOAT32 = "z-loss (1e-4)", "StableAdamW", "float32 where 16 bits overflow"
+BETA2, EPS = "a lower β₂ (RMS_t cannot exceed 1/√(1-β₂))", "a smaller eps (1e-15); a larger one makes it worse"
+CLIPPING, DECAY = "gradient clipping", "weight decay"
+INDEPENDENT, LENGTHS = "independent weight decay", "sequence length warmup"
+Used = Mapping[str, bool]
+
+
+def remedies_in_use(run: Run) -> Used:
+    """What a run already has, by its config, and is not recommended again. Nothing is known without a config."""
+    config: dict[str, Any] = run.config.values if run.config is not None else {}
+    steps, rates = run.log.steps, np.nan_to_num(run.log.column("lr"))
+    betas, end = config.get("optim.betas"), steps[rates.argmax()] if len(steps) else 0  # where the warmup ends
+    return {
+        WARMUP: bool(end >= LONG_WARMUP * number(config.get("steps"))),
+        QK_NORM: config.get("model.qk_norm", "off") != "off" or config.get("model.kappa") is not None,
+        Z_LOSS: number(config.get("model.z_loss")) > 0 or config.get("kind") == "clip",  # CLIP has no such option
+        STABLE: config.get("optim.name") == "stable-adamw",
+        BETA2: isinstance(betas, list) and any(number(x) <= 0.9 for x in betas[1:]),  # RMS_t is at most 3.2
+        EPS: number(config.get("optim.eps")) <= 1e-15,
+        CLIPPING: number(config.get("optim.clip_norm")) > 0,
+        DECAY: number(config.get("optim.weight_decay")) > 0,
+        INDEPENDENT: config.get("optim.independent_decay") is True,
+        LENGTHS: number(config.get("schedule.seqlen.start")) > 0,
+        FLOAT32: (config.get("autocast"), config.get("model.linear", "float")) == ("off", "float"),
+    }
+
+
+def remedies(used: Used, *names: str) -> str:
+    return ", ".join(name for name in names if not used.get(name, False))
+
+
+# --- Problems
+
 Words = tuple[str, str, list[str], str]  # kind, sentence, evidence, remedies
 
 
 @singledispatch
-def problem_words(problem: problems.Problem) -> Words:
+def problem_words(problem: problems.Problem, used: Used) -> Words:
+    """`used` are the remedies that the run has."""
     raise TypeError(f"no words for {type(problem).__name__}")
 
 
 @problem_words.register
-def _(x: problems.NotFinite) -> Words:
+def _(x: problems.Explosion, used: Used) -> Words:
+    at, height = x.peak
+    rate = f", at learning rate {x.lr:.3g}" if math.isfinite(x.lr) else ""
+    evidence = [f"the loss was {x.before:.4g} before training, {height:.4g} at step {at}, {x.last:.4g} at the end"]
+    evidence += [f"stopped: {reason}" for reason in x.reasons]
+    what = f"Explosion in the first steps: from step {x.step} the loss is far above that before training{rate}."
+    lower = f"a lower peak learning rate (at most a tenth of {x.lr:.3g})" if rate else LOWER_LR
+    return "explosion", what, evidence, remedies(used, lower, WARMUP, CLIPPING)
+
+
+@problem_words.register
+def _(x: problems.NotFinite, used: Used) -> Words:
     evidence = []
     if x.alarm is not None:
         alarm = x.alarm.alarm
@@ -101,22 +160,21 @@ def _(x: problems.NotFinite) -> Words:
     lost = f"the loss was not finite at {len(x.bad_losses)} steps, first at {x.bad_losses[0]}" if x.bad_losses else ""
     first = f", first in {x.where}" if x.where else ""
     what = f"Values that are not finite from step {x.step}{first}; {lost or 'the loss stayed finite'}."
-    advice = "a lower learning rate or longer warmup, qk-norm and z-loss, StableAdamW; float32 where 16 bits overflow"
-    return "non-finite", what, evidence, advice
+    return "non-finite", what, evidence, remedies(used, LOWER_LR, WARMUP, QK_NORM, Z_LOSS, STABLE, FLOAT32)
 
 
 @problem_words.register
-def _(x: problems.Divergence) -> Words:
+def _(x: problems.Divergence, used: Used) -> Words:
     evidence = [f"median loss {x.best:.4g} around step {x.step}, {x.last:.4g} at the end; noise {x.noise:.2g}"]
     evidence += [f"it began with the loss spike at step {x.spike}"] if x.spike is not None else []
     evidence += [f"stopped: {reason}" for reason in x.reasons]
-    what = f"Divergence: the loss was near its best until step {x.step} and ends {x.last / x.best:.2f} times as high."
-    advice = "a lower learning rate, longer warmup, qk-norm, independent weight decay; resume from before that step"
-    return "divergence", what, evidence, advice
+    what = f"Divergence: the loss was near its best until step {x.step} and ends {x.last - x.best:.2g} above it."
+    advice = remedies(used, LOWER_LR, WARMUP, QK_NORM, INDEPENDENT)
+    return "divergence", what, evidence, f"{advice}; resume from before that step"
 
 
 @problem_words.register
-def _(x: problems.LossSpikes) -> Words:
+def _(x: problems.LossSpikes, used: Used) -> Words:
     evidence = [_spike_words(spike) for spike in x.shown]
     if x.small:
         evidence.append(f"{x.small} smaller spikes, below {LEAST_SPIKE:g} times the usual loss, are left out")
@@ -132,42 +190,60 @@ def _(x: problems.LossSpikes) -> Words:
             evidence.append(f"the best predictor is {lead_time_words(tensors[0])}")
     what = f"Loss spikes: {len(x.spikes)}, the first at step {x.step}, the worst at step {x.worst.peak[0]}."
     if any(spike.tensors for spike in x.spikes):
-        advice = "StableAdamW, a lower β₂ (RMS_t cannot exceed 1/√(1-β₂)), longer warmup, a lower learning rate"
+        advice = remedies(used, STABLE, BETA2, WARMUP, LOWER_LR)
     else:
-        advice = "check the batches of these steps; gradient clipping, a lower learning rate, sequence length warmup. "
+        advice = f"check the batches of these steps; {remedies(used, CLIPPING, LOWER_LR, LENGTHS)}. "
         advice += "No RMS_t rose before, so a lower β₂ is less likely to help"
     return "loss spike", what, evidence, advice
 
 
 @problem_words.register
-def _(x: problems.LogitGrowth) -> Words:
+def _(x: problems.BadBatches, used: Used) -> Words:
+    levels = [(spike.peak[1], *spike.usual, spike.step) for spike in x.losses[:3]]
+    evidence = [f"step {step}: {loss:.4g}, usually {mean:.4g} ± {sigma:.2g}" for loss, mean, sigma, step in levels]
+    what = f"Single losses far above those before them: {len(x.losses)}, the first at step {x.step}."
+    evidence.append("the next loss is not unusual, as after a bad batch")
+    advice = f"check the batches of these steps; if they are good: {remedies(used, CLIPPING, STABLE, LOWER_LR)}"
+    return "bad batch", what, evidence, advice
+
+
+@problem_words.register
+def _(x: problems.LogitGrowth, used: Used) -> Words:
     evidence = [f"{name}: {start:.3g} early, {top:.3g} at most" for _, name, start, top in x.layers[:3]]
+    if x.at_first:
+        evidence.append(f"they grew before the first measurement: before training they are below {LOGIT_FIRST:g}")
     evidence += [f"its attention entropy went from {x.entropy[0]:.3g} to {x.entropy[1]:.3g}"] if x.entropy else []
     highest = x.layers[0][3]
-    what = f"Attention logits grow: {x.where} first, from step {x.step}; {len(x.layers)} layers, up to {highest:.3g}."
-    advice = f"qk-norm, a lower learning rate. Runs with logits near {CRITICAL_LOGIT:g} diverge at every size"
+    grow = "are large from the first measurement on" if x.at_first else "grow"
+    what = f"Attention logits {grow}: {x.where} first, from step {x.step}; {len(x.layers)} layers, up to {highest:.3g}."
+    gains = "Queries and keys are normalised, so the gains of the norm, or kappa, are too large. "
+    why = gains if used.get(QK_NORM) else ""
+    advice = f"{remedies(used, QK_NORM, LOWER_LR, WARMUP)}. {why}"
+    advice += f"Runs with logits near {CRITICAL_LOGIT:g} diverge at every size"
     return "attention logits", what, evidence + _lead_words(x.step, x.rises), advice
 
 
 @problem_words.register
-def _(x: problems.LogzDrift) -> Words:
+def _(x: problems.LogzDrift, used: Used) -> Words:
     what = f"log Z drifts from {x.early:.2f} to {x.late:.2f} nats; by more than {LOGZ_DRIFT:g} at step {x.step}."
-    advice = "z-loss (1e-4) or weight decay. The drift changes the loss in 16 bits, not in float32"
+    more = "a larger z-loss" if used.get(Z_LOSS) else Z_LOSS
+    advice = f"{remedies(used, more, DECAY, LOWER_LR)}. The drift changes the loss in 16 bits, not in float32"
     return "logZ", what, _lead_words(x.step, x.rises), advice
 
 
 @problem_words.register
-def _(x: problems.NearEps) -> Words:
+def _(x: problems.NearEps, used: Used) -> Words:
     evidence = [f"{name}: {share:.0%} of the update lost at the end" for share, name in x.tensors[:3]]
     what = f"Gradients near eps: {len(x.tensors)} tensors; the update of {x.where} is {x.tensors[0][0]:.0%} too short."
-    return "eps", what, evidence, "a smaller eps (1e-15); a larger one makes it worse"
+    vanish = "eps is small enough: these gradients vanish. Check that the loss depends on these tensors"
+    return "eps", what, evidence, remedies(used, EPS) or vanish
 
 
 @problem_words.register
-def _(x: problems.SkippedSteps) -> Words:
+def _(x: problems.SkippedSteps, used: Used) -> Words:
     when = f", the first at step {x.step}, the last at step {x.last}" if x.step is not None else ""
     reasons = [reason or "no reason given" for reason in x.reasons[:3]]
-    advice = "check the batches of these steps, and the problems above"
+    advice = remedies(used, "check the batches of these steps, and the problems above", FLOAT32)
     return "skips", f"Skipped steps: {x.count}{when}.", reasons, advice
 
 

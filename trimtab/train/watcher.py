@@ -37,7 +37,8 @@ class Watcher:
             self.watch.skip()
 
     def step(self, loss: Tensor, grad_norm: float) -> None:
-        self.alarms = self.watch.step(loss, grad_norm=grad_norm) if self.watch is not None else []
+        # As a number, so that it is checked at once. The loop reads it at every step anyway.
+        self.alarms = self.watch.step(loss.item(), grad_norm=grad_norm) if self.watch is not None else []
 
     def write(self, step: int, *, totals: bool = False) -> dict[str, Any]:
         """Write signals every `record_every` steps and at alarms; returns the totals of the step, if there are any."""

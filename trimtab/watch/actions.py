@@ -19,7 +19,7 @@ import torch
 from trimtab.watch.events import NO_RANGE, Alarm
 
 BEFORE = ("rms spike", "non-finite")  # alarms that are known before the step
-KINDS = ("rms spike", "loss spike", "non-finite", "gradient near eps", "attention logits", "drift")
+KINDS = ("rms spike", "loss spike", "explosion", "non-finite", "gradient near eps", "attention logits", "drift")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from trimtab.watch.taps import Key, LayerRecorder, combine, name_layers
 
 Loss = float | Tensor | None
 Patterns = str | Sequence[str]
+QUERY_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm")  # in trimtab, transformers, timm and diffusers
 
 
 class Watch:
@@ -42,7 +43,8 @@ class Watch:
     Args:
         model: as the loop calls it. With DDP pass the wrapped model: losses are then averaged over processes.
         optimizer: any. Without a second moment, RMS_t is not measured.
-        every: steps between two measurements of the tensors. Every loss is checked.
+        every: steps between two measurements of the tensors. Every loss is checked; if it is a number or on the CPU,
+            at once.
         deep_every: steps between two measurements that cost more: layers, totals of the state, rounding errors.
         tensors: patterns of parameter names.
         taps: False for no layers; patterns to replace `trimtab.watch.taps.DEFAULT`.
@@ -70,12 +72,13 @@ class Watch:
         self.every, self.deep_every = every, deep_every
         self.patterns = (tensors,) if isinstance(tensors, str) else tuple(tensors)
         self.steps = 0
-        self.detector = Detector(rules or Rules(), every)
+        self.detector = Detector(rules or Rules(), every, deep_every)
         self.actor = Actor(actions or Actions(), self.optimizer)
         self._errors = Errors()
         self._processes = Processes(model, self._all_parameters())
         self._params: list[Tensor] = []
         self._plan = self._make_plan({})
+        self._remedies = _remedies_of(self.model)
         self._replan()
         if not self._plan.names:
             raise ValueError(f"no parameter of the optimizer matches {', '.join(self.patterns)}")
@@ -104,12 +107,9 @@ class Watch:
         with self._errors:
             self._losses[-1] = as_scalar(loss)
         skipped, self._skipped = self._skipped, False
-        if self.steps % self.every and not skipped:
-            with self._errors:
-                self._open_taps()
-            return []
         with self._errors:
-            alarms = self._finish_step(grad_norm)
+            between = self.steps % self.every and not skipped
+            alarms = self._check_between() if between else self._finish_step(grad_norm)
             self._open_taps()
             return alarms
         if self._processes.groups and not self._error_shared:
@@ -145,7 +145,8 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.detector.load_state_dict(state["detector"])
         self.actor.load_state_dict(state["actor"])
-        self.steps, self._losses = state["steps"], list(state["losses"])
+        self.steps = state["steps"]
+        self._losses = [None if loss is None else float(loss) for loss in state["losses"]]
         self._clipped, self._signals, self._deep = list(state["clipped"]), None, []
         if state.get("announced", True):  # what this optimizer does not measure is reported once per run
             self._alarms = []
@@ -204,6 +205,25 @@ class Watch:
 
     # --- In `watch.step`
 
+    def _check_between(self) -> list[Alarm]:
+        """Between two measurements: check the losses that are on the host. To read the others would wait for a device,
+        and those of several processes are averaged first: they are checked at the next measurement."""
+        if self._processes.groups or any(isinstance(x, Tensor) and x.device.type != "cpu" for x in self._losses):
+            return []
+        losses, self._losses = [None if x is None else float(x) for x in self._losses], []
+        alarms = self._check_losses(losses)[0]
+        return alarms + self.actor.after_alarms(self.steps, alarms) if alarms else []
+
+    def _check_losses(self, losses: Sequence[float | None]) -> tuple[list[Alarm], dict[str, float]]:
+        """Alarms of the losses up to this step, and the loss ratio of the last one."""
+        alarms: list[Alarm] = []
+        ratio: dict[str, float] = {}
+        for number, loss in enumerate(losses, start=self.steps - len(losses) + 1):
+            if loss is not None:
+                ratio = {"loss_ratio": self.detector.loss_ratio(loss)}
+                alarms += self.detector.check_loss(number, loss, self._options)
+        return alarms, ratio
+
     def _finish_step(self, grad_norm: Loss) -> list[Alarm]:
         means: list[Key] = []
         maxima: list[Key] = []
@@ -242,20 +262,22 @@ class Watch:
     def _check(
         self, losses: Sequence[float | None], tensors: Records, layers: Records, totals: dict[str, float]
     ) -> list[Alarm]:
-        step, detector = self.steps, self.detector
-        alarms: list[Alarm] = []
-        for number, loss in enumerate(losses, start=step - len(losses) + 1):
-            if loss is not None:
-                totals["loss_ratio"] = detector.loss_ratio(loss)
-                alarms += detector.check_loss(number, loss)
+        step, detector, options = self.steps, self.detector, self._options
+        alarms, ratio = self._check_losses(losses)
+        totals |= ratio
         alarms += detector.check_tensors(step, tensors, self._hints)
-        alarms += detector.check_layers(step, layers)
+        alarms += detector.check_layers(step, layers, options)
         if self._is_deep(step):
             moving = {(name, "param_rms"): x["param_rms"] for name, x in tensors.items()}
             moving |= {(name, "logit_max"): x["logit_max"] for name, x in layers.items() if "logit_max" in x}
             moving |= {("output", signal): totals[signal] for signal in ("logz", "logit_max") if signal in totals}
-            alarms += detector.check_drift(step, moving)
+            alarms += detector.check_drift(step, moving, options)
         return alarms
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """For the advice of an alarm about no tensor: the options of the first group, and what the model has."""
+        return self.optimizer.param_groups[0] | self._remedies
 
     def _is_due(self, step: int) -> bool:
         return bool(self._hooks) and step % self.every == 0
@@ -295,6 +317,13 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = optimizer.optimizer
     found: torch.optim.Optimizer = optimizer
     return found
+
+
+def _remedies_of(model: nn.Module) -> dict[str, bool]:
+    """Whether a model normalises queries and keys, and has a z-loss. Advice leaves out what it has."""
+    norms = [module for name, module in model.named_modules() if name.rpartition(".")[2] in QUERY_NORMS]
+    z_loss = getattr(getattr(model, "config", None), "z_loss", 0)
+    return {"qk_norm": any(not isinstance(x, nn.Identity) for x in norms), "z_loss": bool(z_loss)}
 
 
 def _reduced_alarm(optimizer: torch.optim.Optimizer) -> Alarm:
