@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.nn.tap import tap
+
 
 class Net(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
@@ -70,6 +72,32 @@ class Wrapped(Net):
 
 def build_wrapped(width: int = 8, depth: int = 1) -> Any:
     return Wrapped(width, depth), batches
+
+
+class Attending(nn.Module):
+    """One attention layer over four numbers, with its logits tapped."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.attention, self.head = nn.Linear(1, width), Attention(width), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(self.attention(self.embed(x[..., None]))).mean(dim=1) - y).square().mean()
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
+        logits = tap(q @ k.transpose(-1, -2) / x.shape[-1] ** 0.5, "attention.logits")
+        return (logits.softmax(dim=-1) @ v)[:, 0]
+
+
+def build_attending(width: int = 8, depth: int = 1) -> Any:
+    return Attending(width), batches
 
 
 class Tokens(nn.Module):

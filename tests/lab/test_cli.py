@@ -4,14 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.analysis.runs import grid, write_study
+from tests.analysis.runs import Numbers, grid, write_study
 from tests.test_cli import call
 from tests.train.runs import write_words
-from trimtab.runs import lock_folder
+from trimtab.lab.study import Study
+from trimtab.runs import End, lock_folder
 
 SMALL = ("--sizes", "1x16", "2x16", "--lrs", "0.01", "0.1", "--arms", "plain", "qk-norm+z-loss", "--seeds", "1")
 
@@ -67,6 +69,12 @@ def test_questions_switches_and_subjects_are_listed(capsys):
         (("--lrs", "-1"), "is not a learning rate"),
         (("--lrs", "1e300"), "is not a learning rate"),
         (("--workers", "0"), "--workers 0 is too few"),
+        (("--minutes", "0"), "--minutes 0 is not a time; try --minutes 60"),
+        (("--minutes", "nan"), "--minutes nan is not a time"),
+        (("gpt-tiny", "--minutes", "0.5"), "the limit is 0.5 min; try fewer --steps, --seeds or --lrs, or --minutes"),
+        (("gpt2-117m", "--sizes", "joint"), "the limit is 90 min; try --sizes joint:3 (61 min), or --minutes"),
+        (("--study", "kappa", "--minutes", "1"), "and the limit is 1 min; try"),
+        (("tests.lab.own_model:build", "--minutes", "5"), "--minutes is for recipes"),
         (("--executor", "slurm"), "slurm"),
         (("nobody:nothing",), "nobody"),
         (("--lr", "0.1"), "Did you mean '--lrs'?"),
@@ -81,11 +89,37 @@ def test_an_impossible_study_costs_nothing_and_is_refused_in_one_line(words, com
     assert not (tmp_path / "runs").exists()
 
 
+def test_data_that_cannot_be_opened_is_reported_once_and_before_any_run(tmp_path, study, capsys):
+    study.write_text(study.read_text().replace("words.txt", "nowhere.txt"))
+    code, told, error = call(capsys, "lab", "--config", str(study), *SMALL, "--out", str(tmp_path / "out"))
+    assert (code, error.count("\n")) == (2, 1)
+    assert "nowhere.txt" in error
+    assert "failed" not in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_that_is_too_large_is_scaled_down_and_the_page_says_so(tmp_path, monkeypatch, capsys):
+    ran: list[Study] = []
+    monkeypatch.setattr("trimtab.cli.lab._prepare_data", lambda study: None)
+    monkeypatch.setattr("trimtab.cli.lab._sweep", lambda study, *_, **__: ran.append(study) or Stopped())
+    code, told, _ = call(capsys, "lab", "gpt2-117m", "--out", str(tmp_path / "out"))
+    assert code == 130
+    assert "Scaled down to fit: batch 4096 -> 16, context 1024 -> 64" in told.splitlines()[0]
+    assert {(cell.config.batch, cell.config.model.context) for cell in ran[0].cells()} == {(16, 64)}
+    write_study(tmp_path / "page", replace(ran[0], sizes=ran[0].sizes[:1]), lambda cell: Numbers())
+    assert call(capsys, "report", str(tmp_path / "page"))[0] == 0
+    assert "Scaled down to fit: batch 4096" in (tmp_path / "page" / "report.html").read_text()
+
+
+class Stopped:
+    stopped = End.INTERRUPTED
+
+
 def test_the_page_is_made_again_from_the_files_alone(tmp_path, capsys):
     write_study(tmp_path / "a", grid())
     code, told, _ = call(capsys, "report", str(tmp_path / "a"), "--out", str(tmp_path / "page.html"))
     assert code == 0
-    assert "Plain diverges at learning rate 0.1" in told
+    assert "Plain fails above learning rate 0.03" in told
     assert (tmp_path / "page.html").exists()
 
 
@@ -98,10 +132,10 @@ def test_a_folder_without_runs_is_refused(tmp_path, capsys):
 
 def test_one_size_is_predicted_in_words_and_as_json(tmp_path, capsys):
     write_study(tmp_path / "a", grid())
-    code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e7", "--lr", "0.1")
+    code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e6", "--lr", "0.1")
     assert code == 0
-    assert "10M parameters" in told
-    code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e7", "--lr", "0.1", "--json")
+    assert "1M parameters" in told
+    code, told, _ = call(capsys, "predict", str(tmp_path / "a"), "--params", "1e6", "--lr", "0.1", "--json")
     assert json.loads(told)["outcome"] == "fails"
     code, _, error = call(capsys, "predict", str(tmp_path / "a"), "--params", "-1")
     assert code == 2

@@ -35,7 +35,7 @@ CHANGES = {
     "fp8-switchback": {"model.linear": '"fp8-switchback"'},
     "fp8-tensorwise": {"model.linear": '"fp8-tensorwise"'},
     "independent-decay=0.1": {"optim.weight_decay": "0.1"},
-    "coupled-decay": {"optim.independent_decay": "false", "optim.weight_decay": "20.0"},
+    "coupled-decay": {"optim.independent_decay": "false", "optim.weight_decay": str(0.02 / 0.03)},
     "weight-decay=0": {"optim.weight_decay": "0.0"},
     "weight-decay=10x": {"optim.weight_decay": "0.2"},
     "eps=1e-15": {"optim.eps": "1e-15"},
@@ -63,11 +63,11 @@ def test_every_switch_is_in_the_table_and_tested():
     assert all(text for _, text in list_switches())
 
 
-def test_decay_of_both_kinds_is_the_same_at_a_rate_of_a_thousandth():
+def test_decay_of_both_kinds_is_the_same_at_the_learning_rate_of_the_recipe():
     back = apply(apply(LAB, "coupled-decay"), "independent-decay")
     assert back.optim.independent_decay
     assert back.optim.weight_decay == pytest.approx(LAB.optim.weight_decay)
-    assert apply(LAB, "coupled-decay").optim.weight_decay * 1e-3 == pytest.approx(LAB.optim.weight_decay)
+    assert apply(LAB, "coupled-decay").optim.weight_decay * LAB.optim.lr == pytest.approx(LAB.optim.weight_decay)
 
 
 def test_sequence_length_warmup_sees_as_many_tokens():

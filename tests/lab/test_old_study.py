@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from trimtab.lab.study import Study
 from trimtab.lab.study_file import make_study
 from trimtab.lab.sweep import sweep
 from trimtab.runs import EventKind, RunError, RunFolder, read_json
+from trimtab.train.config import differences
 
 STUDY = {
     "name": "old",
@@ -85,7 +87,12 @@ def test_the_saved_study_is_the_same_in_both_formats(half):
     saved = read_json(half / "study.json")
     assert saved is not None
     assert "end" in saved["base"]["schedule"]["seqlen"]
-    assert Study.from_json(saved) == study == Study.from_json(json.loads(json.dumps(study.to_json())))
+    assert Study.from_json(json.loads(json.dumps(study.to_json()))) == study
+    old = Study.from_json(saved)
+    assert old.identity() == study.identity()
+    # Its runs were measured half as often, and the recipe had another learning rate, which no cell uses.
+    assert (old.base.watch.every, study.base.watch.every) == (5, 2)
+    assert {name for name, _, _ in differences(old.base, study.base)} == {"optim.lr", "watch.every"}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,16 @@ def test_the_saved_study_is_the_same_in_both_formats(half):
 def test_another_study_is_refused_with_the_reason(half, changes, reason):
     with pytest.raises(RunError, match=reason):
         sweep(make_study(STUDY | changes), half, executor=Here(), console=quiet())
+
+
+def test_a_switch_whose_meaning_depends_on_the_learning_rate_of_the_recipe_is_not_continued(half):
+    study = make_study(STUDY | {"arms": {"coupled": ["coupled-decay"]}, "name": "coupled"})
+    old = replace(study, base=replace(study.base, optim=replace(study.base.optim, lr=0.01)))
+    (half / "study.json").write_text(json.dumps(old.to_json()))
+    with pytest.raises(
+        RunError, match=r"1x16/coupled/lr-0.01/seed-0.optim.weight_decay is 8.3\d* there and 2.7\d* here"
+    ):
+        sweep(study, half, executor=Here(), console=quiet())
 
 
 def test_a_study_of_a_newer_version_is_refused_with_the_reason(half):

@@ -210,6 +210,14 @@ def test_without_runs_nothing_is_claimed(name):
     assert {check.passed for check in question.answer(others)} == {None}
 
 
+def test_both_kinds_of_decay_are_equal_at_the_learning_rate_of_the_recipe_and_below_one_everywhere():
+    study = QUESTIONS["decay"].study()
+    optims = {(cell.arm, cell.lr): cell.config.optim for cell in study.cells()}
+    per_step = {key: o.weight_decay * (1 if o.independent_decay else o.lr) for key, o in optims.items()}
+    assert per_step["coupled", study.base.optim.lr] == pytest.approx(per_step["independent", study.base.optim.lr])
+    assert max(per_step.values()) < 1
+
+
 def test_an_unfinished_study_claims_nothing_about_what_is_missing():
     question = QUESTIONS["warmup"]
     whole = findings_of(question.study(), PAPERS["warmup"])

@@ -3,6 +3,7 @@
 import json
 import string
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.lab.sizes import Size, parse_size
-from trimtab.lab.study import LRS, Arm, Study, default_study, number, quick_study, slug, slugs
+from trimtab.lab.study import LRS, Arm, Study, default_study, lr_grid, number, quick_study, slug, slugs
 from trimtab.lab.study_file import make_study, read_study
 from trimtab.lab.subjects import open_subject
 from trimtab.nn import ConfigError
@@ -82,20 +83,45 @@ def test_the_default_study_is_the_paper_made_small():
     assert len(LRS) == 7
     assert LRS[-1] / LRS[0] == pytest.approx(1000)
     assert [arm.name for arm in study.arms] == ["plain", "steadied"]
-    assert len(study.cells()) == 84
+    assert len(study.cells()) == 42
     assert study.minutes is not None
     assert study.minutes < 10
     quick = quick_study()
     assert quick.minutes is not None
-    assert quick.minutes < 2
+    assert quick.minutes < 2.5
     assert len(quick.sizes) >= 3  # fewer are not enough for a fit and its back-test
+
+
+@pytest.mark.parametrize(
+    ("subject", "first", "peak", "last"),
+    [
+        ("gpt-lab", 1e-3, 3e-2, 1.0),
+        ("gpt-tiny", 1e-4, 3e-3, 1e-1),
+        ("gpt2-117m", 1.8e-5, 6e-4, 1.8e-2),
+        ("clip-tiny", 6.67e-5, 2e-3, 6.67e-2),
+        ("tests.lab.own_model:build", 3e-5, 1e-3, 3e-2),
+    ],
+)
+def test_the_grid_is_three_decades_around_the_learning_rate_of_the_recipe(subject, first, peak, last):
+    assert open_subject(subject).optim.lr == peak
+    for study in (default_study(subject), quick_study(subject), make_study({"subject": subject, "steps": 400})):
+        assert len(study.lrs) == 7
+        assert (study.lrs[0], study.lrs[3], study.lrs[6]) == (first, peak, last)
+        assert [b / a for a, b in pairwise(study.lrs)] == pytest.approx([3.33, 3, 3.33] * 2, abs=0.35)
+
+
+@given(st.floats(min_value=1e-8, max_value=1e2))
+def test_any_learning_rate_is_in_the_middle_of_its_grid(peak):
+    lrs = lr_grid(peak)
+    assert (lrs[3], sorted({*lrs})) == (peak, [*lrs])
+    assert lrs[-1] / lrs[0] == pytest.approx(1000, rel=0.01)
 
 
 @pytest.mark.parametrize(("recipe", "switches"), [("gpt-tiny", ("warmup=0.25",)), ("clip-tiny", ("qk-norm",))])
 def test_another_recipe_gets_what_it_lacks(recipe, switches):
     study = default_study(recipe)
     assert study.arms == (Arm("as it is"), Arm("steadied", switches))
-    assert len(study.cells()) == 84
+    assert len(study.cells()) == 42
 
 
 def test_mup_starts_from_the_smallest_width_of_the_study():

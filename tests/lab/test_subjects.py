@@ -8,14 +8,26 @@ import pytest
 import torch
 
 from tests.train.runs import assert_same_run, quiet, read_events
+from trimtab.analysis.findings import Result
+from trimtab.analysis.results import SNAPSHOT, read_result
 from trimtab.lab.sizes import LADDERS, Size, count_heads, ladder, parse_size, parse_sizes, scaled
-from trimtab.lab.study import Arm, Study
-from trimtab.lab.subjects import open_subject, with_steps
+from trimtab.lab.study import Arm, Study, default_study
+from trimtab.lab.study_file import make_study
+from trimtab.lab.subjects import (
+    EVALUATIONS,
+    LOOKS,
+    PEAK_DECAY,
+    open_subject,
+    study_base,
+    with_shape,
+    with_steps,
+)
 from trimtab.nn import CLIP, ConfigError
 from trimtab.recipes import RECIPES
 from trimtab.train import ModuleRun, RunError, evaluate, load_run, resume, sample, train
-from trimtab.train.config import from_json, to_json, with_values
+from trimtab.train.config import RunConfig, from_json, to_json, with_values
 from trimtab.train.module import ModuleBatches, build_module, module_run
+from trimtab.train.plan import simulate
 
 OWN = "tests.lab.own_model"
 
@@ -75,16 +87,94 @@ def test_an_unknown_recipe_is_refused_with_the_one_that_was_meant():
 
 def test_a_shorter_run_keeps_its_shape():
     config = open_subject("gpt-lab")
-    quarter = with_steps(config, 100)
-    assert 4 * quarter.schedule.lr.warmup == config.schedule.lr.warmup
-    assert quarter.optim.weight_decay == pytest.approx(4 * config.optim.weight_decay)
-    assert 4 * quarter.eval_every == config.eval_every
-    assert 4 * quarter.watch.every == config.watch.every
+    fifth = with_steps(config, 100)
+    assert 5 * fifth.schedule.lr.warmup == config.schedule.lr.warmup
+    assert fifth.optim.weight_decay == pytest.approx(5 * config.optim.weight_decay)
+    assert 5 * fifth.eval_every == config.eval_every
+    assert fifth.watch.every == max(round(config.watch.every / 5), 1)
     assert with_steps(config, config.steps) is config
     for name in RECIPES:
         assert with_steps(RECIPES[name](), 100).steps == 100
     with pytest.raises(ConfigError, match="steps=0"):
         with_steps(config, 0)
+
+
+def test_decay_that_is_multiplied_by_the_learning_rate_stays_below_one_in_a_short_run():
+    for name in RECIPES:
+        study = default_study(name)
+        optim = study.base.optim
+        assert optim.weight_decay * (1 if optim.independent_decay else max(study.lrs)) < 1, name
+    assert study_base("gpt3-125m", 400).optim.weight_decay * 2.4e-3 == pytest.approx(PEAK_DECAY)
+    large = with_values(open_subject("gpt-tiny"), {"optim.weight_decay": 100.0})
+    assert with_steps(large, 40).optim.weight_decay == 100.0  # what it was
+
+
+def test_smaller_batches_and_shorter_rows_keep_the_schedules():
+    config = study_base("gpt3-125m", 400)
+    small = with_shape(config, batch=16, context=64)
+    assert (small.batch, small.micro_batch, small.model.context, small.steps) == (16, 8, 64, 400)
+    share = 16 * 64 / (config.batch * config.model.context)
+    for name in ("warmup", "decay"):
+        assert getattr(small.schedule.lr, name) == pytest.approx(share * getattr(config.schedule.lr, name), abs=1)
+    assert small.tokens == pytest.approx(share * config.tokens, abs=1)
+    assert small.schedule.seqlen == replace(config.schedule.seqlen, start=8)
+    assert simulate(small).steps == pytest.approx(400, abs=25)  # the first length is larger, relative to the last
+    grown = with_values(
+        config, {"schedule.seqlen.start": None, "schedule.batch.start": 256, "schedule.batch.samples": 4096}
+    )
+    sizes = with_shape(with_values(grown, {"schedule.batch.increment": 256}), batch=64, context=64).schedule.batch
+    assert (sizes.start, sizes.increment, sizes.samples) == (8, 8, 128)
+
+
+# --- When runs are measured
+
+
+def measured(config: RunConfig) -> list[int]:
+    """The steps with a record of the layers, as `trimtab.train.watcher` and `trimtab.watch` decide them."""
+    watch = config.watch
+    due = [step for step in range(watch.every, config.steps + 1, watch.every) if step % watch.deep_every < watch.every]
+    return [step for step in due if step % watch.record_every == 0]
+
+
+def assert_measured_in_the_snapshot(config: RunConfig) -> None:
+    steps = measured(config)
+    assert sum(SNAPSHOT[0] * config.steps < step <= SNAPSHOT[1] * config.steps for step in steps) >= 3, config.steps
+    assert len(steps) <= 2 * LOOKS
+
+
+@pytest.mark.parametrize("steps", [60, 250, 400, 2000])
+@pytest.mark.parametrize("subject", ["gpt-lab", "gpt-tiny", "clip-tiny", "gpt2-117m", f"{OWN}:build"])
+def test_every_subject_is_measured_several_times_in_the_part_of_the_run_that_forecasts_use(subject, steps):
+    for cell in make_study({"subject": subject, "steps": steps}).cells():
+        assert_measured_in_the_snapshot(cell.config)
+        assert simulate(cell.config).steps == pytest.approx(steps, rel=0.02)  # also if it ends by tokens
+        assert steps // cell.config.eval_every <= EVALUATIONS + 1
+
+
+def test_arms_with_other_numbers_of_steps_are_measured_there_too():
+    arms = {
+        "short": "steps=60",
+        "long": "steps=2000",
+        "large": "batch=64",
+        "warm": "seqlen-warmup",
+        "grow": "batch-warmup",
+    }
+    for cell in make_study({"steps": 1000, "arms": arms}).cells():
+        assert_measured_in_the_snapshot(cell.config)
+
+
+def test_what_the_user_sets_wins():
+    study = make_study({"subject": f"{OWN}:build", "steps": 400, "set": {"watch.every": 7, "eval_every": 3}})
+    assert {(cell.config.watch.every, cell.config.eval_every) for cell in study.cells()} == {(7, 3)}
+
+
+def test_the_forecast_of_ones_own_model_comes_from_the_beginning_of_the_run(tmp_path):
+    study = make_study({"subject": f"{OWN}:build_attending", "steps": 60, "sizes": ["1x8"], "lrs": [0.01], "seeds": 1})
+    cell = study.cells()[0]
+    train(cell.config, tmp_path / "run", console=quiet())
+    result = read_result(Result(folder=tmp_path / "run", name=cell.name, study=study.name, arm=cell.arm))
+    assert SNAPSHOT[0] * 60 < result.logit_step <= SNAPSHOT[1] * 60
+    assert result.logit_max > 0
 
 
 # --- A model of one's own

@@ -1,5 +1,6 @@
 """Commands for studies of many runs."""
 
+import math
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from trimtab.cli.options import FAILED, configure, exit_code, list_recipes, local, refuse
 
 if TYPE_CHECKING:
+    from trimtab.analysis.findings import Findings
     from trimtab.lab.study import Study
+    from trimtab.lab.sweep import Summary
 
 
 def lab(
@@ -26,6 +29,8 @@ def lab(
     out: str | None = None,
     executor: Literal["local", "ray"] = "local",
     workers: int | None = None,
+    minutes: float | None = None,
+    extend: bool = False,
     trust: str | None = None,
     list: bool = False,
     command: str = "",
@@ -48,6 +53,8 @@ def lab(
         out: a folder, or an fsspec address such as s3://bucket/study
         executor: processes of this machine, or a Ray cluster
         workers: runs at the same time; default: one per core
+        minutes: longest time on two cores, 90 by default; a recipe that takes longer is scaled down, or refused
+        extend: add learning rates below or above the grid while the best one is at its edge, at most three per side
         trust: the subject package.file:function of --config, whose code is run
         list: only list questions and switches
     """
@@ -56,16 +63,24 @@ def lab(
     given = [name for name, x in (("--quick", quick), ("--study", study), ("--config", config)) if x]
     if len(given) > 1:
         refuse(f"{' and '.join(given)} are different studies; give one of them")
+    if minutes is not None and not 0 < minutes < math.inf:
+        refuse(f"--minutes {minutes:g} is not a time; try --minutes 60")
     if workers is not None and workers < 1:
         refuse(f"--workers {workers} is too few; try --workers 1, or leave it out for one per core")
+    from trimtab.lab.budget import MINUTES, fit
+    from trimtab.lab.executors.local import count_cores
     from trimtab.lab.study import slug
 
     chosen = _choose(subject, quick=quick, question=study, file=config, trust=trust)
     chosen = _change(chosen, sizes=sizes, lrs=lrs, arms=arms, seeds=seeds, steps=steps)
+    if minutes is not None and chosen.minutes is None:
+        refuse(f"--minutes is for recipes: how long {chosen.subject} takes is not known before it runs; leave it out")
+    slots = (workers or count_cores()) if executor == "local" else 1  # that share the memory of this machine
+    chosen = fit(chosen, minutes or MINUTES, slots=slots, scale=not (study or config))
     # The same study has the same folder, so that the same command continues it.
     names = [chosen.name] * (chosen.name != "default") + [chosen.subject] * (chosen.subject != "gpt-lab")
     folder = Path("runs") / "-".join(["lab", *map(slug, names)])
-    return _run(chosen, out or str(folder), executor, workers, command)
+    return _run(chosen, out or str(folder), executor, workers, command, extend=extend)
 
 
 def _choose(subject: str, *, quick: bool, question: str | None, file: Path | None, trust: str | None) -> "Study":
@@ -97,7 +112,7 @@ def _change(study: "Study", **given: Any) -> "Study":
         plain = ("plain", "as it is")
         changes["arms"] = tuple(Arm(text, () if text in plain else tuple(text.split("+"))) for text in given["arms"])
     if given["seeds"] is not None:
-        changes["seeds"] = tuple(range(given["seeds"]))
+        changes |= {"seeds": tuple(range(given["seeds"])), "refined": False}
     if given["steps"] is not None:
         if given["steps"] < 1:
             refuse(f"--steps {given['steps']} is too few; try --steps 500")
@@ -105,11 +120,10 @@ def _change(study: "Study", **given: Any) -> "Study":
     return replace(study, **changes)
 
 
-def _run(study: "Study", out: str, executor: str, workers: int | None, command: str) -> int:
+def _run(study: "Study", out: str, executor: str, workers: int | None, command: str, *, extend: bool) -> int:
     """Run the sweep, write the page, print the verdict."""
-    from trimtab.lab.executors import make_executor
+    from trimtab.lab.extend import find_edges
     from trimtab.lab.store import open_store
-    from trimtab.lab.sweep import sweep
     from trimtab.report import check_page, load_drawing
 
     load_drawing()  # a missing package is reported before the sweep, not after it, as is a page that is not ours
@@ -117,15 +131,73 @@ def _run(study: "Study", out: str, executor: str, workers: int | None, command: 
     count = len(study.cells())
     minutes = f", about {study.minutes:.0f} min on two cores" if study.minutes and study.minutes >= 1 else ""
     print(f"{study.question}\n{count} {'run' if count == 1 else 'runs'}{minutes}, into {out}\n")
-    summary = sweep(study, out, executor=make_executor(executor, workers))
+    if executor == "local":
+        _prepare_data(study)
+    summary = _sweep(study, out, executor, workers, extend=extend)
     if summary.stopped:
         print(f"continue with: {command}")
         return exit_code(summary.stopped)
-    _write_page([out], None, command, study.name)
+    findings = _write_page([out], None, command, study.name)
+    if edges := find_edges(findings.curves, summary.study.lrs):
+        more = "the limit of --extend is reached" if extend else f"to extend it: {command} --extend"
+        print(f"the best learning rate is at the edge of the grid: {', '.join(map(str, edges))}; {more}")
     return FAILED if summary.failed else 0
 
 
-def _write_page(folders: list[str], page: Path | None, command: str, question: str | None = None) -> None:
+def _prepare_data(study: "Study") -> None:
+    """Open the data of a recipe once, here: if it is missing or does not fit, no cell can be run."""
+    from trimtab.train.build import build_task
+    from trimtab.train.config import ModuleRun
+    from trimtab.train.processes import Processes
+
+    if not isinstance(study.base, ModuleRun):
+        build_task(study.cells()[0].config, Processes())
+
+
+def _sweep(study: "Study", out: str, executor: str, workers: int | None, *, extend: bool) -> "Summary":
+    """Run the grid; then a longer one while a best learning rate is at its edge, if it may be extended; then what the
+    refinement adds around the edge of stability."""
+    from trimtab.lab.executors import make_executor
+    from trimtab.lab.refine import ROUNDS
+    from trimtab.lab.sweep import sweep
+
+    longer: Study | None = study
+    refined = 0
+    while longer is not None:
+        summary = sweep(longer, out, executor=make_executor(executor, workers))
+        longer = _extend(study, summary.study, out) if extend and not summary.stopped else None
+        if longer is None and study.refined and refined < ROUNDS and not summary.stopped:
+            longer, refined = _refine(summary.study, out), refined + 1
+    return summary
+
+
+def _extend(given: "Study", study: "Study", out: str) -> "Study | None":
+    from trimtab.analysis.findings import read
+    from trimtab.lab.extend import extend, find_edges
+    from trimtab.lab.store import fetch
+
+    edges = find_edges(read([fetch(out)]).curves, study.lrs)
+    lrs = extend(given.lrs, study.lrs, edges)
+    if lrs is None:
+        return None
+    added = ", ".join(f"{lr:g}" for lr in lrs if lr not in study.lrs)
+    print(f"at the edge of the grid: {', '.join(map(str, edges))}; the next learning rate: {added}")
+    return replace(study, lrs=lrs)
+
+
+def _refine(study: "Study", out: str) -> "Study | None":
+    from trimtab.analysis.findings import read
+    from trimtab.lab.refine import refine
+    from trimtab.lab.store import fetch
+
+    more = refine(study, read([fetch(out)]).curves)
+    if more is study:
+        return None
+    print(f"around the edge of stability: {len(more.extra) - len(study.extra)} more runs")
+    return more
+
+
+def _write_page(folders: list[str], page: Path | None, command: str, question: str | None = None) -> "Findings":
     """Write the page; print its verdict and, if the study is one of the questions, the answer."""
     from trimtab.analysis.findings import read
     from trimtab.lab.questions import QUESTIONS
@@ -144,6 +216,7 @@ def _write_page(folders: list[str], page: Path | None, command: str, question: s
         checks = QUESTIONS[question].answer(findings)
         print("\n" + "\n".join(f"{marks[check.passed]:8}{check.claim}: {check.evidence}" for check in checks))
     print(f"\nthe page: {written}" + (f", copied to {folders[0]}" if page is None and "://" in folders[0] else ""))
+    return findings
 
 
 def _list() -> int:
@@ -191,9 +264,10 @@ def predict(
     findings = read([fetch(folder)])
     prediction, notes = predict_size(findings, params, lr, arm), notes_words(findings)
     if json:
-        print(dumps(prediction_json(prediction) | {"notes": notes}, indent=1))
+        print(dumps(prediction_json(prediction, findings.held_out) | {"notes": notes}, indent=1))
     else:
-        print("\n".join([*prediction_words(prediction), *(f"note: {note}" for note in notes)]))
+        words = prediction_words(prediction, findings.held_out)
+        print("\n".join([*words, *(f"note: {note}" for note in notes)]))
     return 0
 
 

@@ -1,7 +1,7 @@
 """MANY RUNS: studies, and the sweep that runs them. `trimtab lab` also analyses the runs and writes the page.
 
-study = default_study()                                     study.py, sizes.py, interventions.py, questions/
-sweep(study, "runs/lab")                                    sweep.py, executors/, store.py, table.py
+study = default_study()                                     study.py, sizes.py, interventions.py, questions/, budget.py
+sweep(study, "runs/lab")                                    sweep.py, extend.py, executors/, store.py, table.py
 findings = read(["runs/lab"])                               trimtab.analysis
 write_report(findings, Path("runs/lab/report.html"))        trimtab.report
 prediction_words(predict_size(findings, 1e9, lr=0.01))

@@ -26,8 +26,6 @@ from trimtab.train.config import (
     with_model,
 )
 
-# Learning rate at which coupled and independent weight decay are equal (in the paper 0.1 and 1e-4).
-SAME_DECAY_AT = 1e-3
 LINEARS = get_args(get_type_hints(get_type_hints(GPTRun)["model"])["linear"])
 
 
@@ -130,8 +128,9 @@ def _mup(switch: Switch) -> RunConfig:
 
 
 def _decay(switch: Switch, *, independent: bool) -> RunConfig:
+    """The other kind of decay; without a value both are equal at the learning rate of the recipe."""
     optim = switch.config.optim
-    scale = SAME_DECAY_AT ** (independent - optim.independent_decay)
+    scale = optim.lr ** (independent - optim.independent_decay)
     return switch.optim(independent_decay=independent, weight_decay=switch.number(optim.weight_decay * scale))
 
 
@@ -224,7 +223,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
     "llm-int8": ("int8 linear layers, all three products quantized", _linear("llm-int8")),
     "fp8-switchback": ("float8 linear layers whose weight gradient is not quantized", _linear("fp8-switchback")),
     "fp8-tensorwise": ("float8 linear layers, one scale per tensor; large models diverge", _linear("fp8-tensorwise")),
-    # the optimizer; the default of both decays equals the current decay at a learning rate of 1e-3
+    # the optimizer; the default of both decays equals the current decay at the learning rate of the recipe
     "independent-decay": ("decay by weight_decay * lr / peak: =x", lambda s: _decay(s, independent=True)),
     "coupled-decay": ("decay by weight_decay * lr, as PyTorch: =x", lambda s: _decay(s, independent=False)),
     "weight-decay": ("=x, or =3x for three times the current one", _weight_decay),

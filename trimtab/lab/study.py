@@ -19,19 +19,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from trimtab.lab.budget import seconds
 from trimtab.lab.interventions import apply, steadied
 from trimtab.lab.sizes import Size, ladder, scaled
-from trimtab.lab.subjects import open_subject, with_steps
+from trimtab.lab.subjects import open_subject, study_base
 from trimtab.runs.folder import CELLS, FORMAT
 from trimtab.runs.records import whole
-from trimtab.train.config import ConfigError, GPTRun, RunConfig, from_json, to_json, upgrade
+from trimtab.train.config import ConfigError, RunConfig, flatten, from_json, to_json, upgrade
 from trimtab.train.plan import simulate
 
-# Time of a training step on two cores: milliseconds of one block over 1024 tokens, linear in the width (3 sizes).
-BLOCK_MS, BLOCK_MS_PER_WIDTH, REFERENCE_TOKENS = 1.0, 3 / 32, 1024
-FORWARD = 1 / 3  # share of the forward pass in a training step
+# Fields of the base that another version may have set: when signals are measured, and the learning rate, which `cells`
+# replaces.
+_MAY_CHANGE = ("optim.lr", "watch.every", "watch.deep_every", "watch.record_every")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class Arm:
 
     name: str
     switches: tuple[str, ...] = ()
+
+
+class Extra(NamedTuple):
+    """A run beside the grid: another seed, or a learning rate between two of the grid (refine.py)."""
+
+    size: str
+    arm: str
+    lr: float
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Cell:
     arm: str
     seed: int
     config: RunConfig
+    extra: bool = False
 
     @property
     def folder(self) -> Path:
@@ -68,6 +79,8 @@ class Study:
     lrs: tuple[float, ...]
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
+    refined: bool = False  # whether runs are added around the edge of stability
+    extra: tuple[Extra, ...] = ()
 
     def __post_init__(self) -> None:
         check_grid(self)
@@ -85,11 +98,13 @@ class Study:
             for arm in self.arms:
                 place = f"{sizes[size.name]}/{arms[arm.name]}"
                 config = self._build(place, size, arm, base_width)
-                for lr in self.lrs:
-                    for seed in self.seeds:
-                        name = f"{place}/lr-{number(lr)}/seed-{seed}"
-                        run = replace(config, optim=replace(config.optim, lr=float(lr)), seed=seed)
-                        cells.append(Cell(name, size.name, lr, arm.name, seed, run))
+                grid = [(lr, seed) for lr in self.lrs for seed in self.seeds]
+                more = [(x.lr, x.seed) for x in self.extra if (x.size, x.arm) == (size.name, arm.name)]
+                for lr, seed in dict.fromkeys([*grid, *more]):
+                    name = f"{place}/lr-{number(lr)}/seed-{seed}"
+                    run = replace(config, optim=replace(config.optim, lr=float(lr)), seed=seed)
+                    extra = lr not in self.lrs or seed not in self.seeds
+                    cells.append(Cell(name, size.name, lr, arm.name, seed, run, extra))
         return tuple(cells)
 
     def _build(self, place: str, size: Size, arm: Arm, base_width: int | None) -> RunConfig:
@@ -104,14 +119,15 @@ class Study:
 
     @property
     def minutes(self) -> float | None:
-        """Estimated duration on two cores; None if the subject is not a GPT."""
-        if not isinstance(self.base, GPTRun):
-            return None
-        return sum(_seconds(cell.config) for cell in self._cells if isinstance(cell.config, GPTRun)) / 60
+        """Estimated duration on two cores, with the runs that a refinement adds; None for a user-defined model."""
+        known = [found for cell in self._cells if not cell.extra and (found := seconds(cell.config)) is not None]
+        share = 1 + REFINEMENT / (len(self.lrs) * len(self.seeds)) if self.refined else 1.0
+        return share * sum(known) / 60 if known else None
 
     def to_json(self) -> dict[str, Any]:
         cells = [
             {"name": c.name, "size": c.size, "lr": c.lr, "arm": c.arm, "seed": c.seed, "folder": c.folder.as_posix()}
+            | ({"extra": True} if c.extra else {})
             for c in self._cells
         ]
         return {**self.axes(), "cells": cells}
@@ -128,7 +144,16 @@ class Study:
             "lrs": list(self.lrs),
             "arms": [{"name": arm.name, "switches": list(arm.switches)} for arm in self.arms],
             "seeds": list(self.seeds),
+            "refined": self.refined,
+            "extra": [list(cell) for cell in self.extra],
         }
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that must not change when a study is continued: wording, what is added to the grid, and the steps
+        at which its runs are measured may. As JSON, and the base by dotted names."""
+        grows = ("question", "sizes", "lrs", "refined", "extra")
+        axes = {key: value for key, value in self.axes().items() if key not in grows}
+        return {**axes, "base": {key: value for key, value in flatten(axes["base"]).items() if key not in _MAY_CHANGE}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Study":
@@ -146,6 +171,8 @@ class Study:
                 lrs=tuple(data["lrs"]),
                 arms=tuple(Arm(arm["name"], tuple(arm["switches"])) for arm in data["arms"]),
                 seeds=tuple(data["seeds"]),
+                refined=bool(data.get("refined", False)),
+                extra=tuple(Extra(*cell) for cell in data.get("extra", ())),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a saved study: {type(error).__name__} {error}") from None
@@ -203,39 +230,50 @@ def check_grid(study: Study) -> None:
                 raise ConfigError(f"{axis}: {value!r} is given twice; every run of a grid must be different")
 
 
-def _seconds(config: GPTRun) -> float:
-    model, tokens = config.model, config.batch * config.model.context
-    step_ms = model.depth * (BLOCK_MS + BLOCK_MS_PER_WIDTH * model.width) * tokens / REFERENCE_TOKENS
-    full_steps = min(config.steps, (config.tokens or math.inf) / tokens)
-    evaluations = (config.steps // config.eval_every + 1) * config.eval_batches * FORWARD
-    return (full_steps + evaluations) * step_ms / 1000
-
-
 # --- The studies of `trimtab lab`
 
-HALF_DECADES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)
-# Three decades around the best learning rate, as in the paper. There, for 100 thousand steps, they begin at 3e-4; small
-# models have their best learning rate at 0.03 after a few hundred steps.
-LRS = HALF_DECADES[2:9]
-SIZES, SEEDS, STEPS = ladder("joint", 3), (0, 1), 400
-QUICK_LRS, QUICK_SIZES, QUICK_SEEDS, QUICK_STEPS = LRS[2:], ladder("joint", 3), (0,), 250
+SIZES, STEPS, QUICK_STEPS = ladder("joint", 3), 500, 250
+REFINEMENT = 5  # runs that refine.py adds for an arm and size: one between two learning rates, two seeds at two of them
 QUESTION = "How sensitive is this recipe to its learning rate, what fails first, at which size, and what prevents it?"
 
 
+def half_decades(lr: float, first: int, last: int) -> tuple[float, ...]:
+    """Learning rates from `first` to `last` half decades above `lr`: 1 and 3 times powers of ten, multiplied by the
+    ratio of `lr` to the nearest of them."""
+    nearest = round(2 * math.log10(lr))
+    factor = lr / _half_decade(nearest)
+    # Three digits: 0.6 * 0.003 is not exactly 0.0018.
+    return tuple(float(f"{factor * _half_decade(nearest + i):.3g}") if i else lr for i in range(first, last + 1))
+
+
+def _half_decade(i: int) -> float:
+    return float(f"{(1, 3)[i % 2]}e{i // 2}")
+
+
+def lr_grid(peak: float) -> tuple[float, ...]:
+    """Three decades, as in the paper, with the recipe's own learning rate in the middle."""
+    return half_decades(peak, -3, 3)
+
+
+LRS = lr_grid(open_subject("gpt-lab").optim.lr)
+
+
 def default_study(subject: str = "gpt-lab") -> Study:
-    """Three sizes, seven learning rates, plain and steadied; two seeds."""
-    return compare(subject, name="default", sizes=SIZES, lrs=LRS, seeds=SEEDS, steps=STEPS)
+    """Three sizes, seven learning rates, plain and steadied; three seeds around the edge of stability."""
+    return compare(subject, name="default", seeds=(0,), refined=True, steps=STEPS)
 
 
 def quick_study(subject: str = "gpt-lab") -> Study:
-    """The same question with fewer learning rates, steps and seeds."""
-    return compare(subject, name="quick", sizes=QUICK_SIZES, lrs=QUICK_LRS, seeds=QUICK_SEEDS, steps=QUICK_STEPS)
+    """The same question with fewer steps and one seed."""
+    return compare(subject, name="quick", seeds=(0,), steps=QUICK_STEPS)
 
 
-def compare(subject: str, *, steps: int, **axes: Any) -> Study:
+def compare(
+    subject: str, *, steps: int, sizes: Iterable[Size] = SIZES, lrs: Iterable[float] | None = None, **axes: Any
+) -> Study:
     """A subject without changes and with the interventions that the papers recommend. `axes`: fields of the study."""
-    base = with_steps(open_subject(subject), steps)
+    base = study_base(subject, steps)
     first = Arm("plain" if subject == "gpt-lab" else "as it is")
     arms = (first, Arm("steadied", steadied(base))) if steadied(base) else (first,)
-    axes = {key: value if isinstance(value, str) else tuple(value) for key, value in axes.items()}
-    return Study(question=QUESTION, subject=subject, base=base, arms=arms, **axes)
+    lrs = lr_grid(base.optim.lr) if lrs is None else tuple(lrs)
+    return Study(question=QUESTION, subject=subject, base=base, sizes=tuple(sizes), lrs=lrs, arms=arms, **axes)

@@ -5,7 +5,7 @@
     subject = "gpt-lab"                           a recipe, or package.file:function
     sizes = ["2x16", "2x32", "3x64"]              or a ladder: "joint:3", "width", "depth"
     lrs = [3e-3, 1e-2, 3e-2, 1e-1]
-    seeds = 2                                     how many, or a list
+    seeds = 2                                     how many, or a list; without it, three around the edge of stability
     steps = 500                                   the schedules of the subject are scaled to it
 
     [arms]                                        `trimtab lab --list` lists the switches
@@ -29,7 +29,7 @@ import msgspec
 
 from trimtab.hints import did_you_mean
 from trimtab.lab.sizes import Size, parse_sizes
-from trimtab.lab.study import LRS, QUESTION, SEEDS, SIZES, Arm, Study, compare
+from trimtab.lab.study import QUESTION, SIZES, Arm, Study, compare
 from trimtab.lab.subjects import open_subject
 from trimtab.screen import printable
 from trimtab.train.config import ConfigError, flatten, with_values
@@ -77,13 +77,14 @@ def make_study(data: Mapping[str, Any], *, name: str = "study") -> Study:
     for key, value in data.items():
         _check(key, value)
     subject = data.get("subject", "gpt-lab")
-    seeds, arms = data.get("seeds", SEEDS), data.get("arms")
+    seeds, arms = data.get("seeds", 1), data.get("arms")
     study = compare(
         subject,
         name=data.get("name", name),
         sizes=_sizes(data["sizes"]) if "sizes" in data else SIZES,
-        lrs=data.get("lrs", LRS),
-        seeds=range(seeds) if isinstance(seeds, int) else seeds,
+        lrs=data.get("lrs"),
+        seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
+        refined="seeds" not in data,
         steps=data.get("steps", open_subject(subject).steps),
     )
     if arms is not None:

@@ -19,7 +19,9 @@ from typing import Any
 
 from rich.console import Console
 
+from trimtab.lab.budget import seconds
 from trimtab.lab.executors import Executor, Job, Outcome, make_executor
+from trimtab.lab.extend import is_extension
 from trimtab.lab.store import Store, open_store
 from trimtab.lab.study import Cell, Study
 from trimtab.lab.table import State, open_view
@@ -44,6 +46,7 @@ class Summary:
     reused: int
     failed: list[tuple[str, str]]  # cell, error
     seconds: float
+    study: Study  # of the folder, which may have more runs than the given one
     left: int = 0
     stopped: End | None = None  # by Ctrl-C or SIGTERM
 
@@ -51,13 +54,19 @@ class Summary:
 def sweep(
     study: Study, out: str | Path, *, executor: Executor | None = None, console: Console | None = None
 ) -> Summary:
-    """Run the cells of a study that have no result yet, into a folder or an fsspec address. Closes the executor."""
+    """Run the cells of a study that have no result yet, into a folder or an fsspec address. Closes the executor.
+
+    Sizes and learning rates may be more than those of the study in the folder. If that one has been extended or refined
+    (extend.py, refine.py), it is continued with all its runs.
+    """
     cells, store = study.cells(), open_store(out)
     console = console or open_console()
     with lock_folder(store.local):
         _check_links(store.local, cells)
         store.pull()
-        _write_study(study, store)
+        study = _write_study(study, store)
+        cells = study.cells()
+        _check_links(store.local, cells)
         executor = executor or make_executor("local")
         try:
             with catch_signals() as signals, open_view(study, console) as view:
@@ -70,7 +79,7 @@ def sweep(
                     executor.close()
         finally:
             executor.close()
-    summary = run.summarize(None if signals.name is None else End(signals.name))
+    summary = run.summarize(study, None if signals.name is None else End(signals.name))
     _print_end(summary, console, out)
     return summary
 
@@ -165,24 +174,22 @@ class _Sweep:
         text = f"a worker has completed it, but its files are not in {folder}; use a folder that all machines share"
         return Outcome(cell.name, "raised", f"{text}, or an address such as s3://bucket/folder")
 
-    def summarize(self, stopped: End | None) -> Summary:
+    def summarize(self, study: Study, stopped: End | None) -> Summary:
         statuses = [state.status for state in self.states.values()]
         return Summary(
             done=statuses.count("complete"),
             reused=statuses.count("reused"),
             failed=sorted(self.errors.items()),
             seconds=time.monotonic() - self.begun,
+            study=study,
             left=statuses.count("waiting") + statuses.count("running"),
             stopped=stopped,
         )
 
 
 def cost(cell: Cell) -> float:
-    """Relative duration of a cell; 1 per sample for models of unknown size."""
-    model: Any = getattr(cell.config, "model", None)
-    depth, width = getattr(model, "depth", 0), getattr(model, "width", 0)
-    # At these widths half of a block's time is calls and elementwise work, which grow less than its matmuls.
-    return cell.config.steps * cell.config.batch * (depth * (10 + width) if depth and width else 1)
+    """Relative duration of a cell; the number of samples if the time is unknown."""
+    return seconds(cell.config) or cell.config.steps * cell.config.batch
 
 
 # --- The folder
@@ -198,22 +205,47 @@ def _check_links(folder: Path, cells: list[Cell]) -> None:
             raise RunError(f"{path} is a symbolic link; link the whole folder of the study instead")
 
 
-def _write_study(study: Study, store: Store) -> None:
-    """Save the study, or check that the folder holds the same one. Earlier formats are read."""
+def _write_study(study: Study, store: Store) -> Study:
+    """Save the study, or check that the folder holds the same one. Earlier formats are read. Returns what to run."""
     path = store.local / STUDY
     check_ours(store.local, STUDY)
+    saved = None
     if path.exists():
         try:
             saved = Study.from_json(require_json(path))
         except (ConfigError, RunError) as error:
             raise RunError(f"{path} cannot be read, so the study cannot be continued here: {error}") from None
-        saved = replace(saved, question=study.question)  # wording does not matter
-        if saved != study:
-            where = _difference(saved.axes(), study.axes())
+        if where := _find_difference(saved, study):
             raise RunError(f"{store.local} holds another study: {where}; use another folder")
-    else:
+        study = _joined(saved, study)
+    if saved != study:
         replace_json(path, study.to_json())
     store.push(STUDY)
+    return study
+
+
+def _find_difference(saved: Study, study: Study) -> str:
+    """Why the runs of a study cannot continue those of the saved one; empty if they can."""
+    if saved.identity() != study.identity():
+        return _difference(saved.identity(), study.identity())
+    if not {*study.lrs} >= {*saved.lrs} and not is_extension(saved.lrs, study.lrs):
+        return _difference(list(saved.lrs), list(study.lrs), "lrs")
+    if not {size.name for size in study.sizes} >= {size.name for size in saved.sizes}:
+        return _difference([size.name for size in saved.sizes], [size.name for size in study.sizes], "sizes")
+    # Switches may depend on the learning rate of the base and on the sizes, which are not compared above.
+    before = {
+        cell.name: cell.config for cell in replace(saved, base=replace(saved.base, watch=study.base.watch)).cells()
+    }
+    for cell in _joined(saved, study).cells():
+        if before.get(cell.name, cell.config) != cell.config:
+            return _difference(to_json(before[cell.name]), to_json(cell.config), cell.name)
+    return ""
+
+
+def _joined(saved: Study, study: Study) -> Study:
+    """The study with what the saved one has more: learning rates and runs that were added to its grid."""
+    lrs = study.lrs if {*study.lrs} >= {*saved.lrs} else saved.lrs
+    return replace(study, lrs=lrs, extra=tuple(dict.fromkeys([*saved.extra, *study.extra])))
 
 
 def _difference(saved: Any, given: Any, name: str = "") -> str:

@@ -1,10 +1,11 @@
 """Is weight decay that is independent of the learning rate less sensitive? Figures 6 and E.10 of Wortsman et al. 2023b.
 
-Both kinds are equal at a peak learning rate of 1e-3. The sensitivity is that of the best window of three decades.
+Both kinds are equal at the learning rate of gpt-lab, in the middle of the grid; at the end of the grid coupled decay is
+still below 1 per step. The sensitivity is that of the best window of three decades.
 """
 
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Question, falls, judge
-from trimtab.lab.study import HALF_DECADES, LRS
+from trimtab.lab.study import LRS, half_decades
 
 ARMS = {
     "independent": (),
@@ -13,7 +14,7 @@ ARMS = {
     "ten times": ("weight-decay=10x",),
 }
 # One more learning rate below: a lower best learning rate must not count as a higher sensitivity.
-LOWER = HALF_DECADES[HALF_DECADES.index(LRS[0]) - 1]
+LOWER = half_decades(LRS[0], -1, -1)
 
 
 def check(found: Evidence) -> Checks:
@@ -23,4 +24,4 @@ def check(found: Evidence) -> Checks:
     yield judge("more decay does not lower the best learning rate", best, lambda *x: list(x) == sorted(x))
 
 
-QUESTION = Question("decay", __doc__, ARMS, check, lrs=(LOWER, *LRS), always=STEADIED)
+QUESTION = Question("decay", __doc__, ARMS, check, lrs=(*LOWER, *LRS), always=STEADIED)

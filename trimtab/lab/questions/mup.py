@@ -5,11 +5,11 @@ Two layers, base width 16, qk-norm on. In the paper it does, and lowers neither 
 
 from trimtab.analysis.findings import Status
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, judge
-from trimtab.lab.study import HALF_DECADES
+from trimtab.lab.study import LRS, half_decades
 
 SIZES = ("2x16", "2x32", "2x64", "2x128")
 ARMS = {"standard": (), "muParam": ("mup=simple",), "full muParam": ("mup=full",)}
-LEARNING_RATES = HALF_DECADES[1:9]  # up to 1: the best learning rate moves over much of it
+LEARNING_RATES = (*half_decades(LRS[0], -1, -1), *LRS)  # the best learning rate moves over much of it
 
 
 def check(found: Evidence) -> Checks:

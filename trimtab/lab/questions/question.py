@@ -16,7 +16,7 @@ from statistics import fmean
 from trimtab.analysis.findings import Curve, Findings, Points, Result
 from trimtab.lab.sizes import Size, parse_size
 from trimtab.lab.study import LRS, Arm, Study
-from trimtab.lab.subjects import open_subject, with_steps
+from trimtab.lab.subjects import study_base
 
 STEADIED = ("qk-norm", "z-loss")  # the paper's default, except in the questions about them
 XS, S, M, L = "2x16", "2x32", "3x64", "4x128"
@@ -56,7 +56,7 @@ class Question:
             name=self.name,
             question=self.text,
             subject="gpt-lab",
-            base=with_steps(open_subject("gpt-lab"), self.steps),
+            base=study_base("gpt-lab", self.steps),
             sizes=tuple(parse_size(size) if isinstance(size, str) else size for size in self.sizes),
             lrs=tuple(self.lrs),
             arms=tuple(Arm(arm, (*self.always, *switches)) for arm, switches in self.arms.items()),
