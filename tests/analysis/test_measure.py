@@ -1,4 +1,4 @@
-"""Sensitivity follows the paper for any order, offset and number of stopped runs."""
+"""Sensitivity follows the paper for any order, offset and number of stopped runs; what fails follows docs/lab.md."""
 
 import math
 from pathlib import Path
@@ -89,26 +89,93 @@ def test_seeds_give_a_range_that_holds_the_value_and_one_seed_gives_none(tmp_pat
     assert (curve.low, curve.high, curve.seeds) == ((2.0, 2.4), (2.0, 3.0), (2, 2))
 
 
-def test_slow_learning_is_not_failing(tmp_path: Path) -> None:
-    losses = {(0.001, 0): 4.5, (0.01, 0): 2.0, (0.1, 0): 2.2, (0.3, 0): 2.6}
+@given(losses_, first_)
+def test_the_two_parts_add_up_to_the_sensitivity(losses: list[float], first: float) -> None:
+    scores = [min(loss, first) for loss in losses]
+    lrs = [0.01 * 1.1**i for i in range(len(scores))]
+    value, window = measure.best_window(lrs, scores, first)
+    assert sum(measure.split_sensitivity(lrs, scores, window)) == pytest.approx(value, abs=1e-9)
+
+
+def test_slow_learning_is_its_own_part_and_not_failing(tmp_path: Path) -> None:
+    losses = {(0.001, 0): 4.5, (0.01, 0): 2.0, (0.1, 0): 2.05, (0.3, 0): 2.6}
     (curve,) = read_losses(tmp_path, losses, first=6.0).curves
-    assert curve.failing_lr == 0.3  # 15 % of the 4 nats that training gains; 0.1 loses 5 %
+    assert curve.failing_lr == 0.3
+    assert (curve.too_slow, curve.unstable) == (pytest.approx(2.5 / 4), pytest.approx(0.65 / 4))
+
+
+# --- What fails
 
 
 @pytest.mark.parametrize(
-    ("losses", "first", "failing"),
-    [
-        ((2.003, 1.961, 2.584, 2.868), 5.5, 0.1),  # 147 thousand weights as they are
-        ((1.964, 1.913, 1.944, 2.041), 5.5, None),  # and steadied
-        ((2.342, 2.220, 2.211, 2.814), 5.8, 0.3),  # 6 thousand weights as they are
-        ((2.277, 2.163, 2.188, 2.386), 5.8, None),  # and steadied
+    ("losses", "failing", "edge"),
+    [  # trained, at 0.01, 0.03, 0.1 and 0.3
+        ((2.003, 1.961, 2.584, 2.868), 0.1, 0.0365),  # 147k parameters as they are
+        ((1.964, 1.913, 1.944, 2.041), 0.3, 0.2185),  # and steadied
+        ((2.342, 2.220, 2.211, 2.814), 0.3, 0.1200),  # 6k parameters as they are
+        ((2.277, 2.163, 2.188, 2.386), 0.3, 0.1516),  # and steadied
     ],
 )
-def test_measured_runs_fail_as_they_are_and_not_when_steadied(
-    tmp_path: Path, losses: tuple[float, ...], first: float, failing: float | None
+def test_the_edge_is_where_the_loss_crosses_the_margin(
+    tmp_path: Path, losses: tuple[float, ...], failing: float, edge: float
 ) -> None:
     by_rate = {(lr, 0): loss for lr, loss in zip((0.01, 0.03, 0.1, 0.3), losses, strict=True)}
-    assert read_losses(tmp_path, by_rate, first=first).curves[0].failing_lr == failing
+    (curve,) = read_losses(tmp_path, by_rate).curves
+    assert curve.failing_lr == failing
+    assert curve.edge == pytest.approx(edge, rel=1e-2)
+    # With one seed the range is that of the two learning rates.
+    assert (curve.edge_low, curve.edge_high) == (max(lr for lr in curve.lrs if lr < edge), failing)
+
+
+def test_a_difference_that_seeds_explain_is_no_failure(tmp_path: Path) -> None:
+    quiet = {(0.01, 0): 2.0, (0.01, 1): 2.02, (0.1, 0): 2.15, (0.1, 1): 2.17}
+    assert read_losses(tmp_path / "quiet", quiet).curves[0].failing_lr == 0.1
+    noisy = {(0.01, 0): 1.8, (0.01, 1): 2.22, (0.1, 0): 1.95, (0.1, 1): 2.37}
+    (curve,) = read_losses(tmp_path / "noisy", noisy).curves
+    assert curve.failing_lr is None
+    assert curve.noise == pytest.approx(0.42 / math.sqrt(2))
+    assert curve.limit[1] == pytest.approx(2 * curve.noise)  # two means of two seeds
+
+
+def test_failing_cells_do_not_add_to_the_noise(tmp_path: Path) -> None:
+    losses = {(0.01, 0): 2.0, (0.01, 1): 2.02, (0.1, 0): 2.2, (0.1, 1): 5.0}
+    (curve,) = read_losses(tmp_path, losses).curves
+    assert curve.noise == pytest.approx(0.02 / math.sqrt(2))
+    assert curve.failing_lr == 0.1
+
+
+def test_the_edge_has_a_range_over_seeds_also_where_a_seed_was_run_at_some_learning_rates_only(tmp_path: Path) -> None:
+    losses = {(0.01, 0): 2.0, (0.1, 0): 2.05, (1.0, 0): 3.05, (0.1, 1): 2.09, (1.0, 1): 2.5}
+    study = grid(sizes=("2x16",), lrs=(0.01, 0.1, 1.0), arms=ARMS[:1], seeds=(0, 1))
+
+    def numbers(cell: Cell) -> Numbers | None:
+        loss = losses.get((cell.lr, cell.seed))
+        return None if loss is None else Numbers(loss=loss)
+
+    (curve,) = read([write_study(tmp_path, study, numbers)]).curves
+    assert curve.edge is not None
+    assert curve.edge_low == pytest.approx(0.1 * 10 ** (0.01 / 0.41))
+    assert curve.edge_high == pytest.approx(0.1 * 10 ** (0.05 / 1.0))
+    assert curve.edge_low < curve.edge < curve.edge_high
+
+
+def test_a_larger_model_that_is_worse_at_the_same_learning_rate_fails(tmp_path: Path) -> None:
+    """Trained: 786k parameters at 0.03 had 2.12, and 147k had 1.954."""
+    losses = {"3x64": (2.00, 1.954, 2.55), "4x128": (1.95, 1.93, 2.10)}
+    study = grid(sizes=tuple(losses), lrs=(0.01, 0.03, 0.1), arms=ARMS[:1], seeds=(0,))
+    at = study.lrs.index
+    curves = read([write_study(tmp_path, study, lambda c: Numbers(loss=losses[c.size][at(c.lr)]))]).curves
+    assert [curve.failing_lr for curve in curves] == [0.1, 0.1]
+    losses["4x128"] = (2.15, 2.06, 2.08)  # within the margin of its own best, but 0.1 above the smaller model's
+    curves = read([write_study(tmp_path / "worse", study, lambda c: Numbers(loss=losses[c.size][at(c.lr)]))]).curves
+    assert curves[1].failing_lr == 0.03
+    assert curves[1].edge == 0.03
+
+
+def test_a_model_that_learns_nothing_fails_everywhere(tmp_path: Path) -> None:
+    (curve,) = read_losses(tmp_path, {(0.01, 0): 5.9, (0.1, 0): 7.0}, first=5.8).curves
+    assert not curve.learned
+    assert (curve.failing_lr, curve.edge) == (0.01, None)
 
 
 def test_a_stopped_run_scores_the_first_loss(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def visit(browser: Any, findings: Findings) -> Iterator[Visit]:
 
 def test_every_chart_is_drawn(visit: Visit) -> None:
     charts = visit.page.locator(".chart").all()
-    assert len(charts) == 9
+    assert len(charts) == 10
     for chart in charts:
         assert chart.locator("svg.main-svg").count() >= 1
         assert chart.locator(".scatterlayer .trace").count() >= 1

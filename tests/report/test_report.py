@@ -122,7 +122,7 @@ def test_each_arm_has_its_charts_and_each_chart_its_words(findings: Findings) ->
     charts = {a["id"]: a for a in page.all("div") if "chart" in a.get("class", "").split()}
     assert set(charts) == set(page.figures)
     arms = [f"{section}-{i}" for section in ("learning-rates", "logits", "gradients", "training") for i in (0, 1)]
-    assert set(charts) == {*arms, "sensitivity-0"}
+    assert set(charts) == {*arms, "edges-0", "sensitivity-0"}
     assert all(a["role"] == "img" and len(a["aria-label"]) > 30 for a in charts.values())
 
 

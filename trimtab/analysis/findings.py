@@ -8,16 +8,18 @@ stopped early or ended without a finite loss is infinite, and both are null in J
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum, StrEnum
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 from trimtab.runs import End
 from trimtab.runs.records import as_text
 
-Signal = Literal["logit_max", "grad_rms"]
+Signal = Literal["logit_max", "grad_rms", "logz_drift"]
+Outcome = Literal["fails", "holds", "cannot tell"]
 ForecastOutcome = Literal["seen", "few sizes", "not within horizon", "at largest size", "ahead"]
 Points = tuple[tuple[int, float], ...]  # (step, value)
 
@@ -44,6 +46,7 @@ class Result:
     arm: str
     lr: float = math.nan
     seed: int = 0
+    extra: bool = False  # a run beside the grid of its study, around the edge of stability
     status: Status = Status.MISSING
     why: str = ""  # the reason for its end, or the error that makes it unusable
     kind: str = ""  # "gpt", "clip", ...
@@ -63,8 +66,10 @@ class Result:
     losses: Points = ()  # of training, thinned
     logit_max: float = math.nan  # largest attention logit of all layers early in the run, results.SNAPSHOT
     logit_step: int | None = None  # the last step that it includes
+    logit_ends: tuple[float, float] = (math.nan, math.nan)  # the first and the last value that it includes
     logits: Points = ()  # largest of all layers, over the run
     logz: Points = ()  # log of the softmax's denominator, over the run
+    logz_drift: float = math.nan  # its largest distance from the first value
     grad_rms: float = math.nan  # of the first MLP matrix, mean of the last records; compared with Adam's eps
     update_rms: float = math.nan  # of the same matrix
     out_rms: float = math.nan  # of the last block
@@ -140,6 +145,8 @@ class Curve:
     broken: tuple[int, ...]  # runs of them that stopped early or have no finite loss
     spikes: tuple[float, ...]  # per run
     loss_ratio: tuple[float, ...]  # loss over the best loss of the curve
+    reference: tuple[float, ...] = ()  # the loss that it is compared with, measure.py
+    limit: tuple[float, ...] = ()  # the largest difference to it without failing
     logit_max: tuple[float, ...]  # geometric mean over seeds; NaN where it was not measured
     grad_rms: tuple[float, ...]
     missing: tuple[float, ...] = ()  # learning rates that were planned and have no finished run
@@ -147,14 +154,37 @@ class Curve:
     best_lr: float
     best_loss: float
     sensitivity: float  # NaN if there are fewer than two learning rates
+    too_slow: float = math.nan  # the part of it below the best learning rate
+    unstable: float = math.nan  # the part above
     sensitivity_low: float | None = None  # over seeds; None with fewer than two
     sensitivity_high: float | None = None
     window: tuple[float, float]  # learning rates that the sensitivity covers
-    failing_lr: float | None = None  # the smallest that fails, measure.fails
+    failing_lr: float | None = None  # the smallest that fails
+    edge: float | None = None  # where the limit is crossed, between two learning rates; None: nowhere in the grid
+    edge_low: float | None = None  # over seeds; with one seed, the two learning rates
+    edge_high: float | None = None
+    noise: float = math.nan  # standard deviation of the loss over seeds; NaN if no learning rate has two
 
     @property
     def key(self) -> tuple[str, str, str]:
         return self.study, self.arm, self.size
+
+    @property
+    def learned(self) -> bool:
+        return self.best_loss < self.first
+
+    @property
+    def open_ended(self) -> bool:
+        """The best learning rate is at an end of the grid, so a better one may be outside."""
+        return self.best_lr in (self.lrs[0], self.lrs[-1])
+
+    def excess(self, lr: float, loss: float) -> float:
+        """How far a loss is above the reference, in units of the limit; above 1 it fails. Below the best learning rate
+        0: a run that learns too slowly does not fail."""
+        if lr < self.best_lr or lr not in self.lrs:
+            return 0.0
+        place = self.lrs.index(lr)
+        return (loss - self.reference[place]) / self.limit[place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +208,7 @@ class Comparison:
     arm: str
     other: str
     ratio: float
+    unstable: float = math.nan  # the same ratio of the parts above the best learning rate
     low: float | None = None  # over seeds
     high: float | None = None
 
@@ -255,6 +286,24 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The largest size of an arm at one learning rate: the forecast from the smaller sizes, and what was measured."""
+
+    study: str
+    arm: str
+    params: int
+    lr: float
+    probability: float  # of a failure
+    outcome: Outcome
+    failed: bool
+
+    @property
+    def right(self) -> bool | None:
+        """None: it said that it cannot tell."""
+        return None if self.outcome == "cannot tell" else (self.outcome == "fails") == self.failed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Findings:
     """All numbers of one or more studies."""
 
@@ -266,18 +315,35 @@ class Findings:
     fits: tuple[Fit, ...] = ()
     critical: Critical
     forecasts: tuple[Forecast, ...] = ()
+    held_out: tuple[HeldOut, ...] = ()
     notes: tuple[Note, ...] = ()
 
 
 def read(folders: Sequence[str | Path]) -> Findings:
     """Read studies, folders of runs and single runs. Raises RunError only if there is no run at all."""
+    from trimtab.analysis.folders import read_folders
+    from trimtab.analysis.notes import notes_of
+    from trimtab.analysis.predict import hold_out
+
+    sources, results, notes = read_folders([Path(folder) for folder in folders])
+    findings = measure(results, sources)
+
+    def without(study: str, arm: str, params: int) -> Findings:
+        return measure([r for r in results if (r.study, r.arm, r.params) != (study, arm, params)])
+
+    return replace(
+        findings,
+        held_out=tuple(hold_out(findings, without)),
+        notes=(*notes, *notes_of(results, findings.curves)),
+    )
+
+
+def measure(results: Sequence[Result], sources: Sequence[Source] = ()) -> Findings:
+    """All numbers that follow from the results."""
     # These modules use the classes above, so they cannot be imported first.
     from trimtab.analysis import forecasts, measure
     from trimtab.analysis.fits import fits_of
-    from trimtab.analysis.folders import read_folders
-    from trimtab.analysis.notes import notes_of
 
-    sources, results, notes = read_folders([Path(folder) for folder in folders])
     curves, fits = measure.curves_of(results), fits_of(results)
     critical = forecasts.critical_of(results, curves)
     return Findings(
@@ -289,13 +355,18 @@ def read(folders: Sequence[str | Path]) -> Findings:
         fits=tuple(fits),
         critical=critical,
         forecasts=tuple(forecasts.forecasts_of(fits, curves, results, critical)),
-        notes=(*notes, *notes_of(results, curves)),
     )
 
 
 def score(loss: float, first: float) -> float:
     """The final loss, at most l0, the loss before training; l0 if it is not finite."""
     return min(loss, first) if math.isfinite(loss) else first
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of those that are finite and above zero."""
+    logs = [math.log(value) for value in values if math.isfinite(value) and value > 0]
+    return math.exp(fmean(logs)) if logs else math.nan
 
 
 def evaluate(coefficients: Sequence[float], x: float) -> float:

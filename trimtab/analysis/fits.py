@@ -1,7 +1,8 @@
 """How a signal grows with size: a polynomial in log-log coordinates, per arm and learning rate.
 
     fit         log10 signal over log10 params: a line for two or three sizes, a parabola for four and more
-    refits      the same with one seed alone, and with one size left out: their range is the uncertainty
+    refits      the same with one seed alone, with one size left out, and as a line and a parabola: their range is the
+                uncertainty
     back-test   the largest size predicted from the smaller ones, as a factor
 
 Signals are the largest attention logit and the gradient of the first MLP matrix. Wortsman et al. 2023b, section 3.4,
@@ -13,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.analysis.findings import Backtest, Fit, Result, Signal, evaluate
-from trimtab.analysis.measure import geometric_mean, group_by
+from trimtab.analysis.findings import Backtest, Fit, Result, Signal, evaluate, geometric_mean
+from trimtab.analysis.measure import group_by
 from trimtab.analysis.thresholds import HORIZON
 
-_SIGNALS: tuple[Signal, ...] = ("logit_max", "grad_rms")
+_SIGNALS: tuple[Signal, ...] = ("logit_max", "grad_rms", "logz_drift")
 Point = tuple[int, int, float]  # params, seed, value
 
 
@@ -46,15 +47,15 @@ def _fit(key: tuple[str, str, float], signal: Signal, group: Sequence[Result]) -
         coefficients=coefficients,
         degree=len(coefficients) - 1,
         spread=_spread(points, coefficients),
-        refits=tuple(_refits(points)),
+        refits=(*_refits(points), *(_snapshot_refits(group, points) if signal == "logit_max" else ())),
         backtest=_backtest(sizes, values),
         bounded=all(result.bounded for result in group),
     )
 
 
-def polynomial(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, ...]:
+def polynomial(sizes: Sequence[float], values: Sequence[float], *, degree: int | None = None) -> tuple[float, ...]:
     """Coefficients over log10, the highest power first."""
-    degree = 2 if len(sizes) >= 4 else 1
+    degree = degree or (2 if len(sizes) >= 4 else 1)
     return tuple(float(c) for c in np.polyfit(np.log10(sizes), np.log10(values), degree))
 
 
@@ -65,11 +66,23 @@ def _means(points: Sequence[Point]) -> tuple[list[int], list[float]]:
 
 
 def _refits(points: Sequence[Point]) -> list[tuple[float, ...]]:
-    """With each seed alone, and with each size left out, if two sizes remain."""
-    seeds = sorted({seed for _, seed, _ in points})
+    """With each seed alone, with each size left out if two remain, and as a line and as a parabola."""
+    seeds, sizes = sorted({seed for _, seed, _ in points}), {params for params, _, _ in points}
     parts = [[point for point in points if point[1] == seed] for seed in seeds] if len(seeds) > 1 else []
     parts += [[point for point in points if point[0] != size] for size in sorted({point[0] for point in points})]
-    return [polynomial(*_means(part)) for part in parts if len({point[0] for point in part}) > 1]
+    found = [polynomial(*_means(part)) for part in parts if len({point[0] for point in part}) > 1]
+    return found + [polynomial(*_means(points), degree=degree) for degree in (1, 2) if len(sizes) > degree]
+
+
+def _snapshot_refits(group: Sequence[Result], points: Sequence[Point]) -> list[tuple[float, ...]]:
+    """With the first and with the last record of the snapshot alone, at the same mean level: only growth differs."""
+    level, found = geometric_mean(value for _, _, value in points), []
+    for end in (0, 1):
+        ends = [(r.params or 0, r.seed, r.logit_ends[end]) for r in group if 0 < r.logit_ends[end] < math.inf]
+        if len(ends) == len(points):
+            scale = level / geometric_mean(value for _, _, value in ends)
+            found.append(polynomial(*_means([(params, seed, scale * value) for params, seed, value in ends])))
+    return found
 
 
 def _spread(points: Sequence[Point], coefficients: Sequence[float]) -> float:

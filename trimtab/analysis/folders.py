@@ -93,7 +93,8 @@ def _planned(cell: Any, folder: Path, study: str) -> Result | None:
         return None
     if outside:
         return None
-    return Result(folder=folder / inner, name=name, study=study, size=size, arm=arm, lr=lr, seed=seed)
+    extra = cell.get("extra") is True
+    return Result(folder=folder / inner, name=name, study=study, size=size, arm=arm, lr=lr, seed=seed, extra=extra)
 
 
 def _read_cell(planned: Result, failure: Failure | None) -> Result:

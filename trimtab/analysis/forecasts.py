@@ -1,8 +1,9 @@
-"""At which size a learning rate will fail, from fits over the sizes that were run.
+"""At which size a signal reaches its limit, from fits over the sizes that were run.
 
     critical    the attention logit that separates failed from successful runs
-    forecast    the size at which a fit crosses the critical value. It needs FEWEST_SIZES sizes and covers at most
-                HORIZON powers of ten beyond the largest
+    forecast    the size at which a fit crosses the critical value. It needs FEWEST_SIZES sizes, logits that are not
+                bounded and a critical value that was measured, and covers at most HORIZON powers of ten beyond the
+                largest size
 
 The gradient of the first MLP matrix is treated in the same way: it shrinks with size, and within NEAR_EPS times Adam's
 eps the update shrinks to r / (r + eps). Wortsman et al. 2023b, sections 3.1.1, 3.4 and 3.5.
@@ -28,7 +29,8 @@ def critical_of(results: Sequence[Result], curves: Sequence[Curve]) -> Critical:
     """From the runs whose logits are not bounded; the paper's value if they do not determine one."""
     by_key = {curve.key: curve for curve in curves}
     runs = [r for r in results if r.finished and not r.bounded and r.logit_max > 0 and math.isfinite(r.logit_max)]
-    judged = [(r.logit_max, run_fails(r, by_key[key])) for r in runs if (key := r.key) in by_key]
+    # An arm that has learned nothing has failed for another reason.
+    judged = [(r.logit_max, run_fails(r, x)) for r in runs if (x := by_key.get(r.key)) is not None and x.learned]
     failed = sorted(logit for logit, fails in judged if fails)
     stable = sorted(logit for logit, fails in judged if not fails)
     paper = Critical(
@@ -74,24 +76,28 @@ def forecasts_of(
     eps = {(result.study, result.arm): result.eps for result in results if math.isfinite(result.eps)}
     found = []
     for fit in fits:
-        if fit.signal == "logit_max":
+        if fit.signal == "logit_max" and critical.measured and not fit.bounded:
             level = critical.value
             failed = first_failure(curves, fit.study, fit.arm, fit.lr)
             # One uncertainty at a time: that of the fit, then that of the critical value.
             early = [crossing(fit, level, 2), crossing(fit, critical.low)]
             late = [crossing(fit, level, 1), crossing(fit, critical.high)]
             found.append(_forecast(fit, level, early, late, failed))
-        elif (fit.study, fit.arm) in eps:
+        elif fit.signal == "grad_rms" and (fit.study, fit.arm) in eps:
             level = NEAR_EPS * eps[fit.study, fit.arm]
             found.append(_forecast(fit, level, [crossing(fit, level, 1)], [crossing(fit, level, 2)], None))
     return found
 
 
 def first_failure(curves: Sequence[Curve], study: str, arm: str, lr: float) -> Curve | None:
-    """The smallest size at which this learning rate, or a lower one, has failed."""
+    """The smallest size from which on this learning rate has failed at every size that was run."""
     those = [curve for curve in curves if (curve.study, curve.arm) == (study, arm) and curve.params]
-    failed = [curve for curve in those if curve.failing_lr is not None and curve.failing_lr <= lr]
-    return min(failed, key=lambda curve: curve.params or 0, default=None)
+    found = None
+    for curve in sorted(those, key=lambda curve: -(curve.params or 0)):
+        if curve.failing_lr is None or curve.failing_lr > lr:
+            break
+        found = curve
+    return found
 
 
 def _forecast(

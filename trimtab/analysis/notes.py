@@ -47,15 +47,17 @@ def _curves(curves: Sequence[Curve]) -> Iterator[Note]:
         if curve.missing:
             missing = tuple(f"{lr:.4g}" for lr in curve.missing)
             yield Note(kind="missing rates", where=where, count=rates, of=rates + len(missing), items=missing)
-        if curve.best_loss >= curve.first:
+        if not curve.learned:
             yield Note(kind="nothing learned", where=where)
+        elif curve.open_ended and rates > 1:
+            yield Note(kind="open grid", where=where, items=(f"{curve.best_lr:.4g}",))
         if not math.isfinite(curve.first):
             yield Note(kind="no first loss", where=where)
         elif not math.isfinite(curve.sensitivity):
             yield Note(kind="one rate", where=where, count=rates)
-    fewest = min((min(curve.seeds) for curve in curves), default=0)
-    if curves and fewest < 2:
-        yield Note(kind="few seeds", count=fewest, of=max(max(curve.seeds) for curve in curves))
+    most = [max(curve.seeds) for curve in curves]
+    if curves and min(most) < 2:
+        yield Note(kind="few seeds", count=min(most), of=max(most))
 
 
 def _forecasts(results: Sequence[Result]) -> Iterator[Note]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.analysis.findings import Points, Result, Status
+from trimtab.analysis.findings import Points, Result, Status, geometric_mean
 from trimtab.analysis.one_run import loss_ratios, losses_of, rules_for
 from trimtab.analysis.spikes import find_peak, loss_spans
 from trimtab.analysis.thresholds import ABSURD_LOSS
@@ -108,9 +108,11 @@ def _add_log(planned: Result, run: Run) -> Result:
         best=min((loss for _, loss in evaluations if math.isfinite(loss)), default=math.nan),
         losses=_thin(steps, losses, [*(span[0] for span in spans), *(peak[0] for peak in peaks)]),
         logits=logits,
-        logit_max=snapshot[1] if snapshot else math.nan,
-        logit_step=snapshot[0] if snapshot else None,
-        logz=_points(run, run.signals.total("logz")),
+        logit_max=geometric_mean(value for _, value in snapshot),
+        logit_step=snapshot[-1][0] if snapshot else None,
+        logit_ends=(snapshot[0][1], snapshot[-1][1]) if snapshot else (math.nan, math.nan),
+        logz=(logz := _points(run, run.signals.total("logz"))),
+        logz_drift=max((abs(value - logz[0][1]) for _, value in logz), default=math.nan),
         grad_rms=_tail(run, "grad_rms", first_mlp),
         update_rms=_tail(run, "update_rms", first_mlp),
         out_rms=_mean_of_tail(run, outputs[max(outputs, key=_natural)]) if outputs else math.nan,
@@ -158,13 +160,11 @@ def _logits(run: Run) -> Points:
     return _points(run, np.max(columns, axis=0)) if columns else ()
 
 
-def _snapshot(logits: Points, steps: int) -> tuple[int, float] | None:
-    """Step and value; without a record in that part of the run, the last one before it, else the first after."""
-    inside = [point for point in logits if SNAPSHOT[0] * steps < point[0] <= SNAPSHOT[1] * steps and point[1] > 0]
-    if inside:
-        return inside[-1][0], float(np.exp(np.mean(np.log([value for _, value in inside]))))
+def _snapshot(logits: Points, steps: int) -> Points:
+    """The records in that part of the run; without one, the last before it, else the first after."""
+    inside = tuple(point for point in logits if SNAPSHOT[0] * steps < point[0] <= SNAPSHOT[1] * steps and point[1] > 0)
     before = [point for point in logits if point[0] <= SNAPSHOT[1] * steps]
-    return before[-1] if before else logits[0] if logits else None
+    return inside or tuple(before[-1:]) or logits[:1]
 
 
 def _tail(run: Run, signal: TensorSignal, name: str | None) -> float:

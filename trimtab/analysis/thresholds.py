@@ -17,15 +17,28 @@ LOSS_RATIOS = (1.1, 1.2, 1.5)  # loss over the best loss before. P4, section 3, 
 # --- Signals
 CRITICAL_LOGIT = 1e4  # largest attention logit; all runs of P3 above it had diverged (section 3.4, figure 9)
 LOGIT_GROWTH, LOGIT_LEAST = 10.0, 50.0  # times the early value, and a nearly one-hot softmax. Ours
+# Largest early value: layer norm and weights of variance 1 / fan in give logits of variance 1 before training. Ours
+LOGIT_FIRST = 10.0
 LOGZ_DRIFT = 5.0  # nats. Ours: P3, section 3.1.2, describes the divergence of log Z without a number
 NEAR_EPS = 10.0  # gradient RMS over Adam's eps, where eps takes 1/11 of the update (P3, section 3.4, figure 12)
 
 # --- Losses
-FAILS = 0.1  # of the improvement by training that a diverging learning rate loses. Ours: see measure.py
-ENDS_ABOVE = 1.2  # final over best loss, of a run that diverges. Ours
+MARGIN = 0.1  # nats above the best loss, of a learning rate or a run that fails: a perplexity 10 % higher. Ours
+DEVIATIONS = 2.0  # standard errors over seeds: a smaller difference is explained by seeds. Ours
+EXPLODES = 2.0  # times the loss before training, in the first steps; and at least 1 above it. Ours
+FIRST_STEPS = 20  # at least so many steps count as the first, however short the run is. Ours
+# Deviations above the mean of so many losses before, of one loss that is reported. Ours: by chance as rare as P1's rule
+OUTLIER, OUTLIER_WINDOW = 8.0, 20
+LONG_WARMUP = 0.25  # of the run: a longer one is not recommended. Ours
 LEAST_SPIKE = 1.1  # peak over the usual loss; smaller loss spikes are not reported one by one. Ours
 ABSURD_LOSS = 1e30  # treated as infinite: sums of such losses overflow. Ours
 
-# --- Forecasts
-FEWEST_SIZES = 3  # for a forecast. Ours: two sizes leave no residual
-HORIZON = 4.0  # powers of ten beyond the largest size. Ours
+# --- Forecasts. Set on the half "set" of bench/forecasts.py, which prints the first four; docs/log.md has the others.
+SLOPE, SLOPE_SPREAD = -0.28, 0.17  # powers of ten of the edge of stability per power of ten of the size
+GAP, GAP_SPREAD = 0.35, 0.6  # powers of ten from the best learning rate to the edge; weak, for grids without a failure
+EDGE_SPREAD = 0.1  # powers of ten: seeds, and what a grid of half decades leaves open
+SPREAD_PER_DECADE = 0.1  # powers of ten of the edge per power of ten of the size: the trend need not be a line
+EDGE_WEIGHT = 0.7  # of the edge of stability, against the attention logits
+FIRM = 0.8  # probability from which a verdict is "fails", or for its opposite "holds". Ours
+HORIZON = 1.4  # powers of ten beyond the largest size; bench/forecasts.py tests up to 1.3
+FEWEST_SIZES = 3  # for a fit of a signal. Ours: two sizes leave no residual

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trimtab.analysis.findings import Comparison, Curve, Findings, Fit, Forecast, Result, Signal, Source
+from trimtab.analysis.findings import Comparison, Critical, Curve, Findings, HeldOut, Result, Source
 from trimtab.analysis.measure import group_by, run_fails
-from trimtab.analysis.thresholds import LOGZ_DRIFT, NEAR_EPS
+from trimtab.analysis.predict import Prediction, Recipe
+from trimtab.analysis.thresholds import CRITICAL_LOGIT, LOGZ_DRIFT, NEAR_EPS
 
-Sign = Literal["logits", "logz", "spike", "eps", "none"]
+Cause = Literal["logits", "logz", "spike", "eps", "none"]
 Effect = Literal["prevents", "raises", "none"]
+AHEAD = 10  # times the largest size: the forecast of the headline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +21,19 @@ class ArmVerdict:
     arm: str
     switches: tuple[str, ...]
     curves: tuple[Curve, ...]  # by size, the largest last
-    failing: Curve | None  # with the lowest failing learning rate; of several the smallest
-    held_lr: float | None  # if all sizes fail at the same learning rate: the one below it
-    ahead: tuple[Forecast, ...]  # failures by attention logits that were not observed, the smallest size first
-    near_eps: Forecast | None  # the smallest size at which gradients come near eps
-    causes: Mapping[Sign, int]  # failed runs by the signal that left its range first
+    slope: tuple[float, float] | None  # of the edge of stability over size, Trend.slope
+    ahead: Prediction | None  # at AHEAD times the largest size
+    causes: Mapping[Cause, int]  # failed runs by the signal that left its range first
+    held_out: tuple[HeldOut, ...]
     effect: Effect | None = None  # whether it avoids the failure of the first arm, if that fails
 
     @property
     def largest(self) -> Curve:
         return self.curves[-1]
+
+    @property
+    def open_ended(self) -> list[Curve]:
+        return [curve for curve in self.curves if curve.open_ended and curve.learned and len(curve.lrs) > 1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,6 @@ class StudyVerdict:
     arms: tuple[ArmVerdict, ...]  # empty: no run has a finite loss
     finished: bool
     comparisons: tuple[tuple[Comparison, Curve, Curve], ...]  # first arm and another, at the largest size of the first
-    backtests: tuple[tuple[float, Fit], ...]  # of fits to attention logits, with the factor; the best first
 
 
 def judge(findings: Findings, source: Source) -> StudyVerdict:
@@ -45,8 +49,6 @@ def judge(findings: Findings, source: Source) -> StudyVerdict:
     arms = group_by(curves, lambda curve: curve.arm).values()
     by_size = [sorted(those, key=lambda curve: curve.params or 0) for those in arms]
     base = by_size[0][-1] if by_size else None
-    fits = [f for f in findings.fits if (f.study, f.signal) == (source.name, "logit_max") and not f.bounded]
-    backtests = [(fit.backtest.factor, fit) for fit in fits if fit.backtest is not None]
     by_key = {curve.key: curve for curve in curves}
     pairs = [
         (one, base, other)
@@ -59,63 +61,48 @@ def judge(findings: Findings, source: Source) -> StudyVerdict:
         arms=tuple(_arm(findings, source, those, base) for those in by_size),
         finished=any(result.finished for result in findings.results if result.study == source.name),
         comparisons=tuple(pairs),
-        backtests=tuple(sorted(backtests, key=lambda pair: pair[0])),
     )
 
 
 def _arm(findings: Findings, source: Source, curves: Sequence[Curve], base: Curve | None) -> ArmVerdict:
     arm, largest = curves[0].arm, curves[-1]
-    failing = min(
-        (curve for curve in curves if curve.failing_lr is not None),
-        key=lambda curve: (curve.failing_lr or 0, curve.params or 0),
-        default=None,
-    )
-    rates = {curve.failing_lr for curve in curves}
-    held = [lr for lr in largest.lrs if failing is not None and lr < (failing.failing_lr or 0)]
-    logits = _forecasts(findings, source, arm, "logit_max")
-    failed = {forecast.lr for forecast in logits if forecast.seen}  # these learning rates fail for another reason
-    near = [x for x in _forecasts(findings, source, arm, "grad_rms") if x.lr not in failed]
+    recipe = Recipe(findings, source.name, arm)
     return ArmVerdict(
         arm=arm,
         switches=source.switches(arm),
         curves=tuple(curves),
-        failing=failing,
-        held_lr=held[-1] if held and len(curves) > 1 and len(rates) == 1 else None,
-        ahead=tuple(forecast for forecast in logits if not forecast.seen),
-        near_eps=near[0] if near else None,
+        slope=recipe.trend.slope if recipe.trend is not None and recipe.trend.measured > 1 else None,
+        ahead=recipe.predict(AHEAD * largest.params) if largest.params and recipe.trend is not None else None,
         causes=_causes(findings, curves),
+        held_out=tuple(row for row in findings.held_out if (row.study, row.arm) == (source.name, arm)),
         effect=_effect(largest, base) if base is not None and arm != base.arm else None,
     )
 
 
-def _forecasts(findings: Findings, source: Source, arm: str, signal: Signal) -> list[Forecast]:
-    """Those with a failing size, the smallest first."""
-    key = (source.name, arm, signal)
-    found = [x for x in findings.forecasts if (x.study, x.arm, x.signal) == key and x.fails_at is not None]
-    return sorted(found, key=lambda forecast: forecast.fails_at or 0)
-
-
-def _causes(findings: Findings, curves: Sequence[Curve]) -> Mapping[Sign, int]:
+def _causes(findings: Findings, curves: Sequence[Curve]) -> Mapping[Cause, int]:
     by_key = {curve.key: curve for curve in curves}
-    found: Counter[Sign] = Counter()
+    found: Counter[Cause] = Counter()
     for result in findings.results:
         curve = by_key.get(result.key)
         if result.finished and curve is not None and run_fails(result, curve):
-            signs = signs_of(result, findings.critical.value)
-            found[min(signs, key=lambda sign: sign[0])[1] if signs else "none"] += 1
+            causes = causes_of(result, findings.critical)
+            found[min(causes, key=lambda cause: cause[0])[1] if causes else "none"] += 1
     return dict(found.most_common())
 
 
-def signs_of(result: Result, critical: float) -> list[tuple[int, Sign]]:
+def causes_of(result: Result, critical: Critical) -> list[tuple[int, Cause]]:
     """(step, signal) for each signal that left its range."""
-    found: list[tuple[int, Sign]] = [(step, "spike") for step, _ in result.spikes[:1]]
-    found += [(step, "logits") for step, value in result.logits if value > critical][:1]
+    found: list[tuple[int, Cause]] = [(step, "spike") for step, _ in result.spikes[:1]]
+    # The measured critical value is one of early logits, and of runs without qk-norm.
+    early = critical.measured and not result.bounded and result.logit_max > critical.value
+    level = critical.value if early else CRITICAL_LOGIT
+    found += [(step, "logits") for step, value in result.logits if value > level][:1]
     found += [(result.steps, "eps")] * (result.grad_rms < NEAR_EPS * result.eps)
     return found + [(step, "logz") for step, value in result.logz if abs(value - result.logz[0][1]) > LOGZ_DRIFT][:1]
 
 
 def _effect(curve: Curve, base: Curve) -> Effect | None:
-    if base.failing_lr is None or curve.size != base.size:
+    if base.failing_lr is None or curve.size != base.size or not (base.learned and curve.learned):
         return None
     if curve.failing_lr is None:
         return "prevents" if curve.lrs[-1] >= base.failing_lr else None

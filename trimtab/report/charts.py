@@ -1,8 +1,13 @@
-"""Loss against learning rate, one panel per arm; sensitivity against size, one line per arm."""
+"""Loss against learning rate, one panel per arm; edge of stability and sensitivity against size, one line per arm."""
 
 import math
 
+import numpy as np
+
 from trimtab.analysis.findings import Curve
+from trimtab.analysis.predict import Recipe
+from trimtab.analysis.thresholds import FIRM, HORIZON
+from trimtab.analysis.trend import Trend
 from trimtab.report import axes
 from trimtab.report.axes import Range, Trace
 from trimtab.report.layout import ARMS, Figure, Panel, View, run_words
@@ -12,7 +17,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon", "hexagon", 
 
 
 def lr_loss(view: View, panel: Panel) -> Figure | None:
-    """One line per size: the mean over seeds, their range as a band, each run as a point; crosses diverge."""
+    """One line per size: the mean over seeds, their range as a band, each run as a point; crosses fail."""
     curves = [curve for curve in view.curves(panel) if curve.lrs]
     if not curves:
         return None
@@ -34,9 +39,75 @@ def lr_loss_words(view: View, panel: Panel) -> str:
     """The chart as text, for screen readers."""
     parts = []
     for curve in view.curves(panel):
-        fails = f"diverges from {number(curve.failing_lr)}" if curve.failing_lr is not None else "never diverges"
+        fails = f"fails from {number(curve.failing_lr)}" if curve.failing_lr is not None else "never fails"
         parts.append(f"{curve.size}: best {loss(curve.best_loss)} at {number(curve.best_lr)}, {fails}")
     return f"Validation loss against learning rate, {view.title(panel)}. " + "; ".join(parts)
+
+
+def edges(view: View) -> Figure | None:
+    """One line per arm over the size: measured edges, the trend through them, and its forecast for larger sizes."""
+    trends = {panel: trend for panel in view.panels if (trend := Recipe(view.findings, *panel).trend) is not None}
+    if not trends:
+        return None
+    sizes = [float(size) for trend in trends.values() for size in trend.params]
+    largest = max(sizes)
+    across = min(sizes) / 1.7, largest * 10**HORIZON
+    traces = [trace for panel, trend in trends.items() for trace in _edge_line(view, panel, trend, across)]
+    values = [y for trace in traces for y in trace["y"] if y]
+    start = largest * 1.25
+    box = {"type": "rect", "yref": "paper", "x0": start, "x1": across[1], "y0": 0, "y1": 1, "layer": "below"}
+    words = axes.note("forecast", axes.share(start, across), 1.0, font={"size": 11.5, "color": "--muted"})
+    return axes.figure(
+        traces,
+        x=axes.params_axis(across, sizes),
+        y=axes.log_axis(
+            ends := axes.wider(values, 1.3, 1.3), axes.decades((ends[0] / 10, ends[1]), most=8), text=number
+        ),
+        unit="learning rate above which training fails",
+        shapes=[{**box, "fillcolor": "--shade", "line": {"width": 0}}],
+        annotations=[words],
+    )
+
+
+def edges_words(view: View) -> str:
+    """The chart as text, for screen readers."""
+    parts = []
+    for curve in view.findings.curves:
+        edge = f"above {number(curve.lrs[-1])}" if curve.edge is None else number(curve.edge, 2)
+        parts.append(f"{view.title((curve.study, curve.arm))} at {curve.size}: {edge}")
+    return "Edge of stability against size. " + "; ".join(parts)
+
+
+def _edge_line(view: View, panel: Panel, trend: Trend, across: Range) -> list[Trace]:
+    name, colour, place = label(view.title(panel), 40), view.arm_colour(panel), view.panels.index(panel)
+    group = f"arm {place}"
+    xs = np.geomspace(trend.params[0], across[1], 24).tolist()
+    middle, low, high = ([trend.edge(x, p) for x in xs] for p in (0.5, 1 - FIRM, FIRM))
+    area = {"fill": "toself", "opacity": 0.12, "fillcolor": colour, "line": {"width": 0}, "hoverinfo": "skip"}
+    dashed = {"color": colour, "width": 1.5, "dash": "dash"}
+    texts, known, above, below = list[str](), list[float](), list[float](), list[float]()
+    for params_, edge, spread in zip(trend.params, trend.edges, trend.ranges, strict=True):
+        shown = (
+            f"{number(edge, 2)} ({between(*spread, lambda x: number(x, 2))})" if edge else f"above {number(spread[0])}"
+        )
+        texts.append(f"<b>{name}</b><br>{params(params_)}<br>edge of stability {shown}")
+        known.append(edge or spread[0])
+        above.append(spread[1] - edge if edge else 0.0)
+        below.append(edge - spread[0] if edge else 0.0)
+    symbols = [SYMBOLS[place % len(SYMBOLS)] if edge else "triangle-up-open" for edge in trend.edges]
+    return [
+        axes.scatter("lines", [*xs, *xs[::-1]], [*high, *low[::-1]], group, **area),
+        axes.scatter("lines", xs, middle, group, line=dashed, hoverinfo="skip"),
+        axes.scatter(
+            "markers",
+            trend.params,
+            known,
+            group,
+            error_y={"type": "data", "array": above, "arrayminus": below, "color": colour, "width": 5},
+            marker={"size": 10, "color": colour, "symbol": symbols},
+            **axes.hover(texts),
+        ),
+    ]
 
 
 def sensitivity(view: View) -> Figure | None:
@@ -112,6 +183,7 @@ def _sensitivity_line(view: View, panel: Panel, curves: list[Curve]) -> Trace:
         spread = between(curve.sensitivity_low, curve.sensitivity_high)
         lines = [f"<b>{name}</b>", f"{label(curve.size)}, {params(curve.params)}"]
         lines.append(f"sensitivity {number(curve.sensitivity)}" + (f"<br>{spread} over seeds" if spread else ""))
+        lines.append(f"{number(curve.too_slow, 2)} too slow, {number(curve.unstable, 2)} unstable")
         lines.append(f"learning rates {between(*curve.window)}")
         texts.append("<br>".join(lines))
     above = [(c.sensitivity_high or c.sensitivity) - c.sensitivity for c in curves]

@@ -19,7 +19,7 @@ from trimtab.report.sentences import forecast_words
 
 FARTHEST = 1e4  # times the largest size: forecasts beyond are not drawn
 NAMES: dict[Signal, str] = {"logit_max": "largest attention logit", "grad_rms": "gradient RMS"}
-ENDS: dict[Signal, str] = {"logit_max": "forecast: diverges", "grad_rms": "forecast: near ε"}
+ENDS: dict[Signal, str] = {"logit_max": "the fit reaches the critical value", "grad_rms": "the fit comes near ε"}
 _DRAWN = 40  # points of a fitted line
 
 
@@ -60,8 +60,10 @@ def limit_words(view: View, signal: Signal) -> str:
     critical = view.findings.critical
     if signal == "grad_rms":
         return f"Adam's ε; within {number(NEAR_EPS)} times of it updates shrink"
+    if not critical.measured:
+        return f"{number(critical.value, 2)}, the paper's critical value; it was not measured here"
     spread = between(critical.low, critical.high, lambda x: number(x, 2))
-    return f"runs diverge above {number(critical.value, 2)}" + (f" ({spread})" if critical.low < critical.high else "")
+    return f"runs fail above {number(critical.value, 2)}" + (f" ({spread})" if critical.low < critical.high else "")
 
 
 def growth_words(view: View, panel: Panel, signal: Signal) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.analysis.findings import Findings, Signal
+from trimtab.analysis.thresholds import FIRM
 from trimtab.hints import load_extra
 from trimtab.report import charts, files, growth, tables, training
 from trimtab.report.layout import Figure, Legend, Panel, View
@@ -144,15 +145,26 @@ def _policy(scripts: Sequence[str]) -> str:
 def _sections(view: View, folder: Path) -> list[Section]:
     runs = view.findings.results
     spent, tokens = sum(run.seconds for run in runs), sum(run.tokens for run in runs)
-    curve = charts.sensitivity(view)
+    curve, edges = charts.sensitivity(view), charts.edges(view)
     lines = _charts(view, "training", training.training, training.training_words)
     return [
         Section(
             "learning-rates",
             _charts(view, "learning-rates", charts.lr_loss, charts.lr_loss_words),
             legend=view.size_legend(),
-            signs=(("●", "a run; large: the best learning rate"), ("✕", "diverges"), ("┈", "loss before training")),
+            signs=(("●", "a run; large: the best learning rate"), ("✕", "fails"), ("┈", "loss before training")),
             tables=tables.arms(view),
+        ),
+        Section(
+            "edges",
+            [Chart("edges-0", "", "", charts.edges_words(view), edges)] if edges else [],
+            legend=view.arm_legend(),
+            signs=(
+                ("●", "measured, with its range over seeds"),
+                ("△", "above the highest learning rate"),
+                ("╌", f"trend; band: fails with a probability of {1 - FIRM:.0%} to {FIRM:.0%}"),
+            ),
+            tables=tables.held_out(view),
         ),
         Section(
             "sensitivity",
@@ -173,7 +185,7 @@ def _sections(view: View, folder: Path) -> list[Section]:
 
 def _growth(view: View, key: str, signal: Signal) -> Section:
     critical = view.findings.critical
-    level = "Runs diverge above a logit of about " if critical.measured else "Critical attention logit: "
+    level = "Runs fail above an early logit of about " if critical.measured else "Critical attention logit: "
     return Section(
         key,
         _charts(view, key, lambda v, p: growth.growth(v, p, signal), lambda v, p: growth.growth_words(v, p, signal)),
@@ -181,7 +193,7 @@ def _growth(view: View, key: str, signal: Signal) -> Section:
         legend=view.lr_legend(),
         signs=(
             ("●", "a run"),
-            ("✕", "a run that diverges"),
+            ("✕", "a run that fails"),
             ("━", "fit"),
             ("━", growth.limit_words(view, signal), "fail"),
             ("╌", "beyond the largest size that was run"),

@@ -1,15 +1,15 @@
-"""The page's tables: arms at the largest size, forecasts, the back-test, every run."""
+"""The page's tables: arms and sizes, the check of the forecast, forecasts, the back-test, every run."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.analysis.findings import Fit, Forecast, Result, Signal, Slope
+from trimtab.analysis.findings import Fit, Forecast, HeldOut, Result, Signal, Slope
 from trimtab.analysis.measure import group_by
 from trimtab.report.layout import View
 from trimtab.report.numbers import UNKNOWN, between, capital, count, duration, join_rates, link, loss, number, plural
-from trimtab.report.sentences import forecast_words, range_words, status_words
+from trimtab.report.sentences import forecast_words, percent, range_words, status_words
 from trimtab.runs.folder import FILES
 
 SHORT = 9  # rows; longer tables are folded
@@ -44,26 +44,52 @@ class Table:
 
 
 def arms(view: View) -> list[Table]:
-    """One row per arm, at the largest size it was trained at."""
+    """One row per arm and size."""
     rows = []
     for panel in view.panels:
-        if curves := view.curves(panel):
-            curve = max(curves, key=lambda curve: curve.params or 0)
-            spread = between(curve.sensitivity_low, curve.sensitivity_high, loss)
-            fails = _value(curve.failing_lr) if curve.failing_lr else Cell("none", math.inf)
+        for curve in view.curves(panel):
+            spread = between(curve.edge_low, curve.edge_high, lambda x: number(x, 2))
+            edge = Cell(f"above {number(curve.lrs[-1])}", math.inf)
+            if curve.edge is not None:
+                edge = _value(curve.edge, lambda x: number(x, 2), spread)
             row = [Cell(view.title(panel), kind="row"), _size(curve.size, curve.params)]
-            row += [_value(curve.best_loss, loss), _value(curve.best_lr), fails]
-            rows.append([*row, _value(curve.sensitivity, loss, spread)])
-    head = ("Arm", "Size", "Best loss", "Best learning rate", "Lowest diverging", "Sensitivity")
-    return [Table("Each arm at its largest size", head, rows)] if rows else []
+            row += [_value(curve.best_loss, loss), _value(curve.best_lr), edge]
+            row += [_value(curve.sensitivity, loss, between(curve.sensitivity_low, curve.sensitivity_high, loss))]
+            rows.append([*row, _value(curve.too_slow, loss), _value(curve.unstable, loss)])
+    head = (
+        "Arm",
+        "Size",
+        "Best loss",
+        "Best learning rate",
+        "Edge of stability",
+        "Sensitivity",
+        "Too slow",
+        "Unstable",
+    )
+    return _folded("Each arm and size", head, rows)
+
+
+def held_out(view: View) -> list[Table]:
+    """The largest size of each arm, forecast from the smaller ones."""
+    rows = []
+    for x in view.findings.held_out:
+        right = {True: "right", False: "wrong", None: "cannot tell"}[x.right]
+        chance = Cell(percent(x.probability), x.probability)
+        measured = _text("failed" if x.failed else "did not fail")
+        rows.append([_arm(view, x), _value(x.params, count), _value(x.lr), chance, measured, _text(right)])
+    head = ("Arm", "Size", "Learning rate", "Forecast: fails", "Measured", "Verdict")
+    title = "Check: the largest size, forecast from the smaller ones"
+    return [Table("Check", head, rows, folded=title)] if rows else []
 
 
 def comparisons(view: View) -> list[Table]:
     rows = []
     for one in view.findings.comparisons:
         times = Cell(f"{number(one.ratio, 2)}×", one.ratio, between(one.low, one.high, lambda x: number(x, 2)))
-        rows.append([_text(one.arm), _text(one.other), _size(one.size, one.params), times])
-    return _folded("Sensitivity compared", ("Arm", "Compared with", "Size", "Times as sensitive"), rows)
+        above = Cell(f"{number(one.unstable, 2)}×", one.unstable)
+        rows.append([_text(one.arm), _text(one.other), _size(one.size, one.params), times, above])
+    head = ("Arm", "Compared with", "Size", "Times as sensitive", "Above the best learning rate")
+    return _folded("Sensitivity compared", head, rows)
 
 
 def slopes(view: View) -> list[Table]:
@@ -83,7 +109,7 @@ def forecasts(view: View, signal: Signal) -> list[Table]:
             at = Cell(count(x.fails_at, 3 if x.seen else 2), x.fails_at, small)
             why = capital(forecast_words(x))
             rows.append([_value(x.lr), _arm(view, x), at, _text(why)])
-    above = "Diverges above" if signal == "logit_max" else "Near ε above"
+    above = "Reaches the critical value at" if signal == "logit_max" else "Near ε above"
     return _folded("Forecast for larger models", ("Learning rate", "Arm", above, "Reason"), rows)
 
 
@@ -152,7 +178,7 @@ def _value(x: float, text: Callable[[float], str] = number, small: str = "") -> 
     return Cell(text(x), x, small)
 
 
-def _arm(view: View, x: Result | Slope | Fit | Forecast) -> Cell:
+def _arm(view: View, x: Result | Slope | Fit | Forecast | HeldOut) -> Cell:
     return _text(view.title((x.study, x.arm)))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab.analysis.thresholds import FAILS
+from trimtab.analysis.thresholds import MARGIN
 from trimtab.runs.folder import SIGNALS
 
 
@@ -19,22 +19,30 @@ WORDS = {
         "Learning rates",
         "Loss against learning rate",
         "Validation loss at the end of training for every learning rate. A wide, flat minimum means that the learning "
-        "rate does not need to be exact. A learning rate counts as diverging if the final loss is higher than the best "
-        f"one by at least {FAILS:.0%} of the total improvement.",
+        f"rate does not need to be exact. A learning rate fails if its loss is more than {MARGIN} nats, and more than "
+        "seeds explain, above the best loss of that size, or above that of a smaller model at the same learning rate.",
         "No run has a validation loss yet. One finished run is enough for a curve.",
+    ),
+    "edges": Words(
+        "Edge of stability",
+        "Edge of stability against size",
+        "The learning rate above which training fails, for each size, and its trend. It usually falls as models grow; "
+        "where it falls below the learning rate of your recipe, the recipe fails.",
+        "An edge of stability needs finished runs at two or more learning rates of one arm and size.",
     ),
     "sensitivity": Words(
         "Sensitivity",
         "Sensitivity against size",
         "The mean loss over three decades of learning rates, minus the lowest loss. 0 means that all learning rates "
-        "are equally good. If it grows with the size here, expect it to grow further in larger models.",
+        "are equally good. The part below the best learning rate is that of runs that learn too slowly, and more steps "
+        "lower it. The part above is that of unstable runs.",
         "Sensitivity needs finished runs at two or more learning rates of one arm and size.",
     ),
     "logits": Words(
         "Attention logits",
         "Attention logits against size",
-        "Large attention logits make the softmax nearly one-hot, and training diverges. Attention logits grow with "
-        "the size and the learning rate, so a fit over the sizes forecasts the size at which a learning rate diverges.",
+        "Large attention logits make the softmax nearly one-hot, and training fails. Attention logits grow with the "
+        "size and the learning rate, so a fit over the sizes forecasts where they reach the critical value.",
         f"No run has attention logits in its {SIGNALS}, so there is no forecast. Set `watch.every` above 0.",
     ),
     "gradients": Words(
