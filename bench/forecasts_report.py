@@ -37,8 +37,8 @@ Made by `python -m bench.forecasts --texts FOLDER`, from which every number of t
 
 {count} recipes were trained at three sizes up to 154k parameters: seven learning rates, 500 steps, seed 0. From these
 runs alone the lab forecasts which learning rates fail at about 786k and at about 3M parameters. Then each recipe was
-trained there at five learning rates. What fails is defined on the page of [the lab](../lab.md). Recipes of the benchmark
-that were not trained yet: {left}.
+trained there at five learning rates. What fails is defined on the page of [the lab](../lab.md). Recipes of the
+benchmark that were not trained yet: {left}.
 
 Recipes, sizes, learning rates and the two halves were fixed before the first run. The constants of the forecast come
 from the half *set*: {constants}. `trimtab/analysis/thresholds.py` has them rounded. The half *reported* had no part in

@@ -31,7 +31,7 @@ def lr_loss(view: View, panel: Panel) -> Figure | None:
         height = axes.share(level, ends) if ends[0] > 0 else (level - ends[0]) / (ends[1] - ends[0])
         shapes = [axes.horizontal(level, "--muted", width=1, dash="dot")]
         notes = [axes.note("before training", 0.01, height, yshift=1)]
-    x, y = axes.lr_axis(view.lrs), axes.loss_axis(ends)
+    x, y = axes.lr_axis(view.grid), axes.loss_axis(ends)
     return axes.figure(traces, x=x, y=y, unit="validation loss, nats", shapes=shapes, annotations=notes)
 
 

@@ -42,6 +42,11 @@ class View:
         return sorted({x.lr for x in self.findings.results if x.lr > 0})
 
     @cached_property
+    def grid(self) -> list[float]:
+        """Without those that were added around the edge of stability."""
+        return sorted({x.lr for x in self.findings.results if x.lr > 0 and not x.extra}) or self.lrs
+
+    @cached_property
     def _params(self) -> dict[str, int]:
         return {run.size: run.params for run in self.findings.results if run.params}
 
