@@ -55,7 +55,7 @@ def gpt_lab() -> GPTRun:
         batch=16,
         eval_every=steps // 2,
         eval_batches=32,
-        checkpoint_every=100,
+        checkpoint_every=steps // 2,
         keep=1,
         threads=1,
     )

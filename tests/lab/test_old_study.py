@@ -90,9 +90,10 @@ def test_the_saved_study_is_the_same_in_both_formats(half):
     assert Study.from_json(json.loads(json.dumps(study.to_json()))) == study
     old = Study.from_json(saved)
     assert old.identity() == study.identity()
-    # Its runs were measured half as often, and the recipe had another learning rate, which no cell uses.
+    # Its runs were measured half as often and saved more often, and the recipe had another learning rate, which no cell
+    # uses.
     assert (old.base.watch.every, study.base.watch.every) == (5, 2)
-    assert {name for name, _, _ in differences(old.base, study.base)} == {"optim.lr", "watch.every"}
+    assert {name for name, _, _ in differences(old.base, study.base)} == {"checkpoint_every", "optim.lr", "watch.every"}
 
 
 @pytest.mark.parametrize(

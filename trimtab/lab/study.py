@@ -30,9 +30,9 @@ from trimtab.runs.records import whole
 from trimtab.train.config import ConfigError, RunConfig, flatten, from_json, to_json, upgrade
 from trimtab.train.plan import simulate
 
-# Fields of the base that another version may have set: when signals are measured, and the learning rate, which `cells`
-# replaces.
-_MAY_CHANGE = ("optim.lr", "watch.every", "watch.deep_every", "watch.record_every")
+# Fields of the base that another version may have set: when signals are measured and checkpoints are written, and the
+# learning rate, which `cells` replaces.
+_MAY_CHANGE = ("optim.lr", "checkpoint_every", "watch.every", "watch.deep_every", "watch.record_every")
 
 
 @dataclass(frozen=True)

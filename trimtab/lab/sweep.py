@@ -233,9 +233,8 @@ def _find_difference(saved: Study, study: Study) -> str:
     if not {size.name for size in study.sizes} >= {size.name for size in saved.sizes}:
         return _difference([size.name for size in saved.sizes], [size.name for size in study.sizes], "sizes")
     # Switches may depend on the learning rate of the base and on the sizes, which are not compared above.
-    before = {
-        cell.name: cell.config for cell in replace(saved, base=replace(saved.base, watch=study.base.watch)).cells()
-    }
+    base = replace(saved.base, watch=study.base.watch, checkpoint_every=study.base.checkpoint_every)
+    before = {cell.name: cell.config for cell in replace(saved, base=base).cells()}
     for cell in _joined(saved, study).cells():
         if before.get(cell.name, cell.config) != cell.config:
             return _difference(to_json(before[cell.name]), to_json(cell.config), cell.name)
