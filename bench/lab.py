@@ -26,7 +26,7 @@ from torch import nn
 
 from bench.measure import Bar, console, report
 from trimtab.lab.executors import make_executor
-from trimtab.lab.study import Cell, Study, default_study
+from trimtab.lab.study import STEPS, Cell, Study, default_study
 from trimtab.lab.subjects import with_steps
 from trimtab.lab.sweep import sweep
 from trimtab.lab.table import read_end
@@ -39,7 +39,7 @@ from trimtab.train.processes import Processes
 SAMPLE_LRS = (1e-3, 1e-2, 1e-1)  # calm, best, and where the plain arm fails
 
 
-def main(full: bool = False, steps: int = 400, rounds: int = 2, slots: int | None = None) -> None:
+def main(full: bool = False, steps: int = STEPS, rounds: int = 2, slots: int | None = None) -> None:
     """Measure the sweep.
 
     Args:

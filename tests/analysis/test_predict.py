@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from tests.analysis import runs
 from tests.analysis.runs import ARMS, CRITICAL, Numbers, grid, logit_at, planted, write_study
-from trimtab.analysis.findings import Critical, Findings, Fit, Forecast, measure, read
+from trimtab.analysis.findings import Critical, Findings, Fit, Forecast, HeldOut, measure, read
 from trimtab.analysis.fits import crossing, polynomial, shrink
 from trimtab.analysis.forecasts import first_failure
 from trimtab.analysis.predict import join_odds, predict_size
 from trimtab.analysis.thresholds import CRITICAL_LOGIT, HORIZON
 from trimtab.lab.study import Arm, Cell
 from trimtab.report import prediction_json, prediction_words
-from trimtab.report.sentences import critical_words, forecast_words, notes_words
+from trimtab.report.sentences import critical_words, forecast_words, held_out_words, notes_words
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +334,11 @@ def test_the_largest_size_is_forecast_from_the_smaller_ones(law: Findings) -> No
     assert any(line.startswith("Check: the forecast of the largest size") for line in prediction_words(
         predict_size(law, 1e6), law.held_out
     ))  # fmt: skip
+
+
+def test_a_check_without_a_firm_verdict_says_so() -> None:
+    row = HeldOut(study="a", arm="plain", params=1, lr=0.1, probability=0.5, outcome="cannot tell", failed=True)
+    assert held_out_words([row, row]).endswith("from the smaller ones cannot tell at any of 2 learning rates")
 
 
 def test_two_sizes_cannot_be_checked_by_themselves(tmp_path: Path) -> None:

@@ -179,9 +179,11 @@ def held_out_words(rows: Sequence[HeldOut]) -> str:
     right, wrong = (sum(row.right is x for row in rows) for x in (True, False))
     unsure = len(rows) - right - wrong
     missed = join([f"learning rate {number(row.lr)} of {row.arm}" for row in rows if row.right is False])
+    start = "Check: the forecast of the largest size from the smaller ones"
+    if right + wrong == 0:
+        return f"{start} cannot tell at any of {plural(unsure, 'learning rate')}"
     text = f"right at {right} of {plural(right + wrong, 'learning rate')}" + (f" (wrong: {missed})" if wrong else "")
-    text += f" and cannot tell at {unsure}" if unsure else ""
-    return f"Check: the forecast of the largest size from the smaller ones is {text}"
+    return f"{start} is {text}" + (f" and cannot tell at {unsure}" if unsure else "")
 
 
 def percent(probability: float | None) -> str:
