@@ -19,7 +19,7 @@ from tests.optim.cases import QUANTIZED
 from tests.train.conftest import _one_thread
 from trimtab import optim
 from trimtab.ops.step import RULES
-from trimtab.ops.step.quadratic import SMALLEST, TOP, twice, unit_of
+from trimtab.ops.step.quadratic import FINE, TOP, dequantize_quadratic, twice, unit_of
 from trimtab.ops.step.storage import Storage, decode
 
 __all__ = ["_one_thread"]  # tensors this small gain nothing from two
@@ -104,10 +104,11 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
             codes, absmax = state[f"{moment}_codes"], state[f"{moment}_absmax"].repeat_interleave(block)[:SIZE]
             assert absmax.isfinite().all(), (moment, step)
             if not is_signed:
-                unit = absmax / TOP["root"]
-                root = twice(codes.float()) * unit
-                gap = (twice(codes.float() + 1) - twice(codes.float())) * unit
-                smallest = twice(torch.tensor(float(SMALLEST))) * unit
+                stored = state[f"{moment}_absmax"]
+                root = dequantize_quadratic(codes, stored, "root", block)
+                gap = dequantize_quadratic(codes + 1, stored, "root", block) - root
+                gap = torch.where(codes < 255, gap, root - dequantize_quadratic(codes - 1, stored, "root", block))
+                smallest = twice(torch.tensor(float(FINE[0].lowest))) * absmax / TOP["root"]
                 bound.add(2 * root * gap + gap**2, gap**2 / 4)
                 slack = bound.width + smallest.double() ** 2
             else:
@@ -115,7 +116,8 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
                 if len(names) == 1:
                     gap = (twice(twice(c + 1)) - twice(twice(c))) * absmax / TOP["plain"]
                 else:
-                    gap = (twice(c + 1) - twice(c)) * absmax / TOP["unit"] * unit_of(state[f"{names[-1]}_codes"])
+                    unit = unit_of(state[f"{names[-1]}_codes"], state[f"{names[-1]}_absmax"], block)
+                    gap = (twice(c + 1) - twice(c)) * absmax / TOP["unit"] * unit
                 bound.add(gap, torch.zeros(SIZE))
                 slack = bound.width
             if last:

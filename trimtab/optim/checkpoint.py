@@ -37,7 +37,7 @@ UNFLATTENED = (
     "with torch.distributed.checkpoint, use flatten_optimizer_state_dict=False: flattened state is looked up by the "
     "names in memory, and 8-bit state has other names there than in a checkpoint"
 )
-PACKING = 2  # the version of the codes in packed state
+PACKING = 3  # the version of the codes in packed state
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _EXTRAS = ("skipped", "grad_norms", "compensation")  # optional state besides step and moments
 

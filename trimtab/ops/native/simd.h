@@ -78,6 +78,22 @@ INLINE vi round_to_int(vf x) {
                     (bits(x + splat(12582912.0f)) - bits(splat(12582912.0f))));
 }
 
+// Toward zero.
+INLINE vi cut(vf x) {
+  return (vi)CHOOSE(_mm512_cvttps_epi32((__m512)x), _mm256_cvttps_epi32((__m256)x), __builtin_convertvector(x, vi));
+}
+
+#if defined(__AVX512F__)
+// The bytes of four packed vectors, which `packs` leaves interleaved.
+INLINE __m512i in_order(__m512i bytes) {
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+}
+#elif defined(__AVX2__)
+INLINE __m256i in_order(__m256i bytes) {
+  return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+#endif
+
 // Widen W codes.
 INLINE vi load_codes(const uint8_t* from) {
   return (vi)CHOOSE(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)),
@@ -114,6 +130,9 @@ INLINE vi shift_left(vi x, vi count) {
 }
 
 INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
+INLINE vf larger(vf a, vf b) {
+  return (vf)CHOOSE(_mm512_max_ps((__m512)a, (__m512)b), _mm256_max_ps((__m256)a, (__m256)b), (a > b ? a : b));
+}
 INLINE vi smaller(vi a, vi b) { return a > b ? b : a; }
 INLINE vi larger(vi a, vi b) { return a > b ? a : b; }
 INLINE vi smaller_unsigned(vi a, vi b) {
@@ -156,6 +175,14 @@ INLINE int32_t largest(vi x) {
   int32_t y = x[0];
   for (int l = 1; l < W; l++) y = x[l] > y ? x[l] : y;
   return y;
+#endif
+}
+
+INLINE int32_t smallest(vi x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_min_epi32((__m512i)x);
+#else
+  return ~largest(~x);
 #endif
 }
 

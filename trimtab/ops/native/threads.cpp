@@ -29,8 +29,10 @@ class Pool {
         }
         workers_.back().detach();
       }
-      tasks_ = tasks, body_ = body, context_ = context;
-      next_ = 0, wanted_ = running_ = threads - 1;
+      body_ = body, context_ = context;
+      shares_ = std::vector<Share>(threads);
+      for (int i = 0; i < threads; i++) shares_[i].next = tasks * i / threads, shares_[i].end = tasks * (i + 1) / threads;
+      wanted_ = running_ = threads - 1;
       generation_++;
     }
     wake_.notify_all();
@@ -54,15 +56,25 @@ class Pool {
     }
   }
 
+  // First a share of its own, so that neighbouring tasks, which lie side by side in memory, run on the same core: taking
+  // them in turns costs a fifth of the bandwidth. Then what is left of the others' shares.
   void work(int worker) {
-    for (int64_t task; (task = next_.fetch_add(1)) < tasks_;) body_(context_, task, worker);
+    const int count = (int)shares_.size();
+    for (int i = 0; i < count; i++) {
+      Share& share = shares_[(worker + i) % count];
+      for (int64_t task; (task = share.next.fetch_add(1)) < share.end;) body_(context_, task, worker);
+    }
   }
+
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
 
   std::mutex entry_, mutex_;
   std::condition_variable wake_, done_;
   std::vector<std::thread> workers_;
-  std::atomic<int64_t> next_{0};
-  int64_t tasks_ = 0;
+  std::vector<Share> shares_;
   void (*body_)(void*, int64_t, int) = nullptr;
   void* context_ = nullptr;
   int wanted_ = 0, running_ = 0;

@@ -113,9 +113,59 @@ INLINE vf only(vf x, int lanes) {
 
 // Where the moments are: in the state itself; decoded into scratch before the update; or decoded by the update, vector by
 // vector. On sixteen lanes divisions and square roots leave other units idle, so there the last is fastest; on eight
-// lanes the loop becomes too long (docs/log.md).
-// The quadratic code is decoded by the update too: that takes it two multiplications.
+// lanes the loop becomes too long (docs/log.md). The quadratic code is decoded by the update too, and its own update is
+// `Quadratic` below.
 enum class Storage { float32, before, beside, quadratic };
+
+template <Rule R>
+constexpr bool has_second = !is_signed<R>(states_of<R> - 1);  // then the quadratic code keeps the other moments in its units
+template <Rule R>
+constexpr Kind kind_of(int i) { return !is_signed<R>(i) ? Kind::root : has_second<R> ? Kind::unit : Kind::plain; }
+
+// The moments of one vector in the quadratic code.
+template <Rule R>
+INLINE void decode_quadratic(const uint8_t* const* codes, int64_t k, const Scale* scale, vf* state) {
+  constexpr int states = states_of<R>;
+  if constexpr (!has_second<R>) {
+    state[0] = decode_plain(codes[0] + k) * scale[0].unit;
+    return;
+  }
+  const vf value = decode_root(codes[states - 1] + k, scale[states - 1].offset), unit = unit_of(value);
+  const vf root = value * scale[states - 1].unit;
+  for (int i = 0; i < states - 1; i++) state[i] = decode_unit(codes[i] + k) * (unit * scale[i].unit);
+  state[states - 1] = root * root;
+}
+
+// The hardware does not prefetch across the end of a page, so the lines of 64 values are prefetched here. Addresses
+// beyond the end of a tensor are allowed.
+constexpr int64_t AHEAD = 1024;
+template <int STATES>
+INLINE void fetch(const float* param, const float* grad, const uint8_t* const* codes, int64_t k) {
+  for (int64_t line = k + AHEAD; line < k + AHEAD + 64; line += 16) {
+    __builtin_prefetch(param + line);
+    __builtin_prefetch(grad + line);
+  }
+  for (int i = 0; i < STATES; i++) __builtin_prefetch(codes[i] + k + AHEAD);
+}
+
+// The gradient times its scale, and with weight decay through the gradient: g <- g * grad_scale + coupled * p.
+INLINE void scale_gradient(const float* grad, const float* param, Scalars& s, int64_t count, float* out) {
+  if (s.coupled != 0)
+    for (int64_t k = 0; k < count; k++) out[k] = grad[k] * s.grad_scale + s.coupled * param[k];
+  else
+    for (int64_t k = 0; k < count; k++) out[k] = grad[k] * s.grad_scale;
+  s.grad_scale = 1;
+}
+
+INLINE float* read_param(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
+  return (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, scratch);
+}
+INLINE const float* read_grad(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
+  return read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, scratch);
+}
+INLINE void write_param(const float* values, const StepTensor& x, int64_t start, int64_t count) {
+  write(values, count, at(x.param, x.param_dtype, start), x.param_dtype);
+}
 
 // What the inner loop works on. Kept by value in its own frame: a store through a pointer then cannot change it.
 template <Rule R, Storage S>
@@ -123,15 +173,11 @@ struct Block {
   static constexpr int states = states_of<R>;
   static constexpr bool coded = S != Storage::float32;
   static constexpr bool quadratic = S == Storage::quadratic;
-  static constexpr bool has_second = !is_signed<R>(states - 1);  // then the other moments are kept in units of its root
-  static constexpr Kind kind(int i) { return !is_signed<R>(i) ? Kind::root : has_second ? Kind::unit : Kind::plain; }
-  // With the quadratic code, roots and divisions are in two loops: in one loop their latencies do not overlap.
-  template <Pass P>
-  static constexpr bool later = quadratic && Math<R>::split && P == Pass::update;
   const DecodeSigned* decode_signed;
   const DecodeUnsigned* decode_unsigned;
   const uint8_t* codes[max_states];
   float absmax[max_states];
+  Scale scale[max_states];  // of the quadratic code
   Scalars scalars;
   float* param;
   const float* grad;
@@ -142,27 +188,29 @@ struct Block {
   template <Pass P, bool WHOLE>
   INLINE_MEMBER void update(int64_t k, int lanes) {
     const Scalars& s = scalars;
-    const vf p = P == Pass::ratios || later<P> ? vf{} : load_lanes<WHOLE>(param + k, lanes);
+    const vf p = P == Pass::ratios ? vf{} : load_lanes<WHOLE>(param + k, lanes);
     const vf g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
     vf state[max_states];
-    uint8_t last[states][W] = {};
-    for (int i = 0; quadratic && !WHOLE && i < states; i++) memcpy(last[i], codes[i] + k, lanes);
+    if constexpr (quadratic) {
+      uint8_t last[states][W] = {};
+      const uint8_t* from[states];
+      for (int i = 0; i < states; i++) {
+        if (!WHOLE) memcpy(last[i], codes[i] + k, lanes);
+        from[i] = WHOLE ? codes[i] + k : last[i];
+      }
+      decode_quadratic<R>(from, 0, scale, state);
+    } else {
 #pragma GCC unroll 3
-    for (int i = 0; i < states; i++) {
-      if constexpr (quadratic) state[i] = decode_quadratic(WHOLE ? codes[i] + k : last[i], absmax[i], kind(i));
-      else if constexpr (S == Storage::beside && WHOLE)
-        state[i] = (is_signed<R>(i) ? (*decode_signed)(codes[i] + k) : (*decode_unsigned)(codes[i] + k)) * absmax[i];
-      else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
-    }
-    if constexpr (quadratic && has_second) {
-      const vf code = __builtin_convertvector(load_codes(WHOLE ? codes[states - 1] + k : last[states - 1]), vf);
-      for (int i = 0; i < states - 1; i++) state[i] *= (vf)unit_bits(code);
-      state[states - 1] *= state[states - 1];
+      for (int i = 0; i < states; i++) {
+        if constexpr (S == Storage::beside && WHOLE)
+          state[i] = (is_signed<R>(i) ? (*decode_signed)(codes[i] + k) : (*decode_unsigned)(codes[i] + k)) * absmax[i];
+        else state[i] = load_lanes<WHOLE>(moment[i] + k, lanes);
+      }
     }
     vf update{};
     if constexpr (Math<R>::split) {
       Math<R>::advance(s, g, state);
-      if constexpr (!later<P>) update = Math<R>::update(s, g, state, root(state[states - 1]));
+      update = Math<R>::update(s, g, state, root(state[states - 1]));
     } else {
       update = Math<R>::advance(s, g, state);
     }
@@ -177,76 +225,157 @@ struct Block {
       sums[0] += only<WHOLE>(g * g / (v < floor ? floor : v), lanes);
       return;
     }
-    if constexpr (quadratic && has_second) state[states - 1] = root(state[states - 1]);
-    if constexpr (!later<P>) store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
+    store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
     for (int i = 0; i < states; i++) {
       store_lanes<WHOLE>(moment[i] + k, state[i], lanes);
       if (coded) largest[i] = larger(largest[i], magnitude_bits(only<WHOLE>(state[i], lanes)));
     }
   }
 
-  // The second half of the update where it is split: the moments and the root lie in scratch.
-  template <bool WHOLE>
-  INLINE_MEMBER void move(int64_t k, int lanes) {
-    const Scalars& s = scalars;
-    const vf p = load_lanes<WHOLE>(param + k, lanes), g = load_lanes<WHOLE>(grad + k, lanes) * s.grad_scale;
-    vf state[max_states];
-    for (int i = 0; i < states; i++) state[i] = load(moment[i] + k);
-    if constexpr (Math<R>::split) {
-      const vf update = Math<R>::update(s, g, state, state[states - 1]);
-      store_lanes<WHOLE>(param + k, s.decay * p - s.lr * update, lanes);
-    }
-  }
-
-  // The hardware does not prefetch across the end of a page, so the lines of 64 values are prefetched here. Addresses
-  // beyond the end of a tensor are allowed.
-  static constexpr int64_t AHEAD = 512;
-  INLINE_MEMBER void fetch(int64_t k) const {
-    for (int line = 0; line < 64; line += 16) {
-      __builtin_prefetch(param + k + line, 1);
-      __builtin_prefetch(grad + k + line);
-    }
-    for (int i = 0; coded && i < states; i++) __builtin_prefetch(codes[i] + k, 1);
-  }
-
   template <Pass P>
   INLINE_MEMBER void run(int64_t count) {
     int64_t k = 0;
     for (; k + W <= count; k += W) {
-      if (k % 64 == 0) fetch(k + AHEAD);
+      if (k % 64 == 0) fetch<coded ? states : 0>(P == Pass::ratios ? grad : param, grad, codes, k);
       update<P, true>(k, W);
     }
     if (k < count) update<P, false>(k, (int)(count - k));
-    if constexpr (later<P>) {
-      for (k = 0; k + W <= count; k += W) move<true>(k, W);
-      if (k < count) move<false>(k, (int)(count - k));
+  }
+};
+
+// The update of a block in the quadratic code, in three loops: a scale is known only when its loop has ended.
+//
+//   advance         decode, new moments, √v                          -> the scale of the roots
+//   encode_roots    the parameter; codes of the roots; m in units    -> the scales of the first moments
+//   encode_firsts   codes of the first moments
+//
+// EXACT: the count is a multiple of GROUP. Otherwise all buffers have room for one, and what lies behind the count is
+// computed too but does not change a scale.
+template <Rule R>
+struct Quadratic {
+  static constexpr int states = states_of<R>, firsts = states - has_second<R>;
+  Scalars scalars;
+  float* param;
+  const float* grad;
+  uint8_t* codes[max_states];
+  float* moment[max_states];  // scratch
+  const float* dither[max_states];
+  Scale scale[max_states];   // of the old state
+  float absmax[max_states];  // of the new state
+  float smallest_root;
+  int64_t count;
+
+  // Move a block that is no multiple of GROUP into buffers that are, with zeros behind the count.
+  void make_room(float* wide, float* gradient, uint8_t* bytes, int64_t padded) {
+    const int64_t rest = (count + GROUP - 1) / GROUP * GROUP - count;
+    if (param != wide) memcpy(wide, param, 4 * count);
+    if (grad != gradient) memcpy(gradient, grad, 4 * count);
+    memset(wide + count, 0, 4 * rest);
+    memset(gradient + count, 0, 4 * rest);
+    param = wide, grad = gradient;
+    for (int i = 0; i < states; i++) {
+      uint8_t* const to = bytes + i * padded;
+      memcpy(to, codes[i], count);
+      memset(to + count, 0, rest);
+      codes[i] = to;
     }
   }
 
-  // The quadratic code of the new moments. `absmax` holds their largest magnitudes and leaves with the scales to store.
-  INLINE_MEMBER void encode(const StepTensor& x, const Dither* dither, int64_t start, int64_t count, float* absmax) {
-    constexpr int others = states - has_second;
-    if (count % GROUP)
-      for (int i = 0; i < states; i++) memset(moment[i] + count, 0, 4 * (GROUP - count % GROUP));
-    if constexpr (has_second) {
-      float& second = absmax[others];
-      if (__builtin_isinf(second)) second = keep_finite(moment[others], count);
-      second = keep_21_bits(second);
-      uint8_t* const codes = (uint8_t*)x.state[others] + start;
-      encode_root<others>(moment[others], count, second, dither[SECOND], codes, moment, largest);
-      for (int i = 0; i < others; i++) absmax[i] = absmax_of(largest[i]);
-    }
-    for (int i = 0; i < others; i++) {
-      absmax[i] = keep_21_bits(absmax[i]);
-      encode_signed<kind(0)>(moment[i], count, absmax[i], dither[i], (uint8_t*)x.state[i] + start);
-    }
+  template <bool EXACT>
+  INLINE_MEMBER vi valid(int64_t k) const {
+    if (EXACT) return splat(-1);
+    return splat((int32_t)smaller(count - k, W)) > by_lane<vi>([](int l) { return l; });
   }
 
-  // Weight decay through the gradient: g <- g * grad_scale + coupled * p, into `scratch`.
-  INLINE_MEMBER void couple(int64_t count, float* scratch) {
-    for (int64_t k = 0; k < count; k++) scratch[k] = grad[k] * scalars.grad_scale + scalars.coupled * param[k];
-    grad = scratch;
-    scalars.grad_scale = 1;
+  template <bool EXACT>
+  INLINE_MEMBER void advance() {
+    const Quadratic b = *this;
+    const Scalars& s = b.scalars;
+    vi largest[max_states] = {}, least = splat(0x7fffffff);
+    for (int64_t k = 0; k < b.count; k += W) {
+      if (k % 64 == 0) fetch<states>(b.param, b.grad, b.codes, k);
+      const vf g = load(b.grad + k);
+      vf state[max_states];
+      decode_quadratic<R>(b.codes, k, b.scale, state);
+      if constexpr (Math<R>::split) {
+        Math<R>::advance(s, g, state);
+      } else {
+        const vf update = Math<R>::advance(s, g, state);
+        store(b.param + k, s.decay * load(b.param + k) - s.lr * update);
+      }
+      if constexpr (has_second<R>) {
+        const vi r = bits(state[states - 1] = root(state[states - 1]));
+        largest[0] = larger(largest[0], r & valid<EXACT>(k));
+        least = smaller(least, EXACT ? r : (r | ~valid<EXACT>(k)) & 0x7fffffff);
+      } else {
+        for (int i = 0; i < states; i++) largest[i] = larger(largest[i], magnitude_bits(state[i]) & valid<EXACT>(k));
+      }
+      for (int i = 0; i < states; i++) store(b.moment[i] + k, state[i]);
+    }
+    for (int i = 0; i < states; i++) absmax[i] = absmax_of(largest[has_second<R> ? 0 : i]);
+    const int32_t least_bits = smallest(least);
+    memcpy(&smallest_root, &least_bits, 4);
+  }
+
+  template <bool EXACT>
+  INLINE_MEMBER void encode_roots() {
+    constexpr int second = states - 1;
+    const Quadratic b = *this;
+    const Scalars& s = b.scalars;
+    float top = absmax[second];
+    if (__builtin_isinf(top)) top = keep_finite(moment[second], count);
+    top = keep_21_bits(top);
+    const bool finite = top < INFINITY;
+    const int choice = finite ? choose(smallest_root, top) : 0;
+    const Fine fine = FINE[choice];
+    const vf inverse = inverse_of(top, fine.top), lowest = splat(fine.lowest);
+    vi largest[max_states] = {}, c[4];
+    for (int64_t k = 0; k < b.count; k += GROUP) {
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; q++) {
+        const int64_t i = k + q * W;
+        vf state[max_states];
+        for (int j = 0; j < states; j++) state[j] = load(b.moment[j] + i);
+        const vf r = state[second];
+        if constexpr (Math<R>::split) {
+          const vf update = Math<R>::update(s, load(b.grad + i), state, r);
+          store(b.param + i, s.decay * load(b.param + i) - s.lr * update);
+        }
+        const vf f = larger(halve(r * inverse) + load(b.dither[second] + i), lowest), per_unit = per_unit_of(f);
+        c[q] = cut(f);
+        for (int j = 0; j < firsts; j++) {
+          const vf u = state[j] * per_unit;
+          store(b.moment[j] + i, u);
+          largest[j] = larger(largest[j], magnitude_bits(u) & valid<EXACT>(i));
+        }
+      }
+      put_roots(b.codes[second] + k, c, fine.offset);
+    }
+    for (int j = 0; j < firsts; j++) absmax[j] = finite ? absmax_of(largest[j]) : NAN;  // a block is NaN in every moment
+    absmax[second] = finite ? with_choice(top, choice) : NAN;
+    if (!finite) memset(codes[second], 0, count);
+  }
+
+  INLINE_MEMBER void encode_firsts() {
+    for (int j = 0; j < firsts; j++) {
+      const float top_value = keep_21_bits(absmax[j]);
+      absmax[j] = stored(top_value);
+      if (!(top_value < INFINITY)) {  // NaN: stored as zeros under a scale of NaN
+        memset(codes[j], 0, count);
+        continue;
+      }
+      constexpr Kind kind = kind_of<R>(0);
+      const vf inverse = inverse_of(top_value, top(kind));
+      const float *x = moment[j], *d = dither[j];
+      uint8_t* const to = codes[j];
+      const int64_t n = count;
+      vi c[4];
+      for (int64_t k = 0; k < n; k += GROUP) {
+#pragma GCC unroll 4
+        for (int q = 0; q < 4; q++) c[q] = signed_code<kind>(load(x + k + q * W), load(d + k + q * W), inverse);
+        put_signed(to + k, c);
+      }
+    }
   }
 };
 
@@ -312,8 +441,6 @@ static void run(const Step& step) {
     const Task task = tasks.list[index];
     const StepTensor x = step.tensors[task.tensor];
     float* const buffer = scratch + worker * padded * buffers;
-    const float number = x.scalars->step;
-    const Dither dither[max_states] = {{0, number}, {1, number}, {2, number}};
     double sums[max_sums] = {};
     for (int64_t start = task.start; start < task.end; start += unit) {
       const int64_t count = smaller(task.end - start, unit), block = start / unit;
@@ -321,8 +448,8 @@ static void run(const Step& step) {
       b.scalars = *x.scalars;
       b.decode_signed = &decode_signed, b.decode_unsigned = &decode_unsigned;
       b.param = nullptr;
-      if (P != Pass::ratios) b.param = (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, buffer);
-      b.grad = read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, buffer + padded);
+      if (P != Pass::ratios) b.param = read_param(x, start, count, buffer);
+      b.grad = read_grad(x, start, count, buffer + padded);
       for (int i = 0; i < states; i++) {
         float* const moment = CODED ? buffer + padded * (2 + i) : (float*)x.state[i] + start;
         b.moment[i] = moment;
@@ -330,7 +457,7 @@ static void run(const Step& step) {
           b.codes[i] = (const uint8_t*)x.state[i] + start;
           b.absmax[i] = x.absmax[i][block];
           if constexpr (B::quadratic) {
-            b.absmax[i] = value_of_code_1(b.absmax[i], B::kind(i));
+            b.scale[i] = scale_of(b.absmax[i], kind_of<R>(i));
             continue;
           }
           const int64_t whole = S == Storage::beside ? count / W * W : 0;
@@ -338,24 +465,23 @@ static void run(const Step& step) {
                  [=](int64_t k, vf y, int lanes) { memcpy(moment + whole + k, &y, 4 * lanes); });
         }
       }
-      if (P != Pass::ratios && b.scalars.coupled != 0) b.couple(count, buffer + padded);
+      if (P != Pass::ratios && b.scalars.coupled != 0) {
+        scale_gradient(b.grad, b.param, b.scalars, count, buffer + padded);
+        b.grad = buffer + padded;
+      }
       b.template run<P>(count);
       if (P != Pass::update) {
         for (int i = 0; i < max_sums; i++) sums[i] += sum(b.sums[i]);
         continue;
       }
-      write(b.param, count, at(x.param, x.param_dtype, start), x.param_dtype);
+      write_param(b.param, x, start, count);
       if (!CODED) continue;
       float absmax[states];  // all of them first: the encoding of one state overlaps with the scale of the next
       for (int i = 0; i < states; i++) absmax[i] = absmax_of(b.largest[i]);
-      if constexpr (B::quadratic) {
-        b.encode(x, dither, start, count, absmax);
-      } else {
-        for (int i = 0; i < states; i++) {
-          uint8_t* codes = (uint8_t*)x.state[i] + start;
-          if (is_signed<R>(i)) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
-          else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
-        }
+      for (int i = 0; i < states; i++) {
+        uint8_t* codes = (uint8_t*)x.state[i] + start;
+        if (is_signed<R>(i)) encode<false>(*books[i], b.moment[i], count, absmax[i], codes);
+        else encode<true>(*books[i], b.moment[i], count, absmax[i], codes);
       }
       for (int i = 0; i < states; i++) x.absmax[i][block] = stored(absmax[i]);
     }
@@ -366,10 +492,75 @@ static void run(const Step& step) {
   free(scratch);
 }
 
+// The update of 8-bit state in the quadratic code. Two blocks at a time, loop by loop: while the scale of one block is being
+// reduced to a number, the other one has work left.
+template <Rule R>
+static void run_quadratic(const Step& step) {
+  using Q = Quadratic<R>;
+  constexpr int states = Q::states, together = 2;
+  const int64_t unit = step.block, padded = (unit + GROUP - 1) / GROUP * GROUP;
+  const int64_t buffers = states + 3;  // moments, parameter, gradient, and codes, which take less than a buffer
+  const int64_t room = padded * (states + together * buffers) + GROUP;
+  const Tasks tasks(step, unit, true);
+  float* scratch = (float*)allocate(step.threads * room * sizeof(float));
+  for (int w = 0; w < step.threads; w++) scratch[w * room] = -1;  // the step that a worker's dither is made for
+  // Parallel over ranges; the blocks of one range are contiguous in memory.
+  parallel(tasks.count, step.threads, [&](int64_t index, int worker) {
+    const Task task = tasks.list[index];
+    const StepTensor x = step.tensors[task.tensor];
+    float* const made_for = scratch + worker * room;
+    float* const dither = made_for + GROUP;
+    if (*made_for != x.scalars->step) {
+      for (int i = 0; i < states; i++) make_dither(dither + i * padded, padded, is_signed<R>(i) ? i : SECOND, x.scalars->step);
+      *made_for = x.scalars->step;
+    }
+    for (int64_t first = task.start; first < task.end; first += together * unit) {
+      Q q[together];
+      int blocks = 0;
+      for (int64_t start = first; start < smaller(task.end, first + together * unit); start += unit, blocks++) {
+        Q& b = q[blocks];
+        float* const buffer = dither + padded * (states + blocks * buffers);
+        float* const wide = buffer + states * padded;
+        b.count = smaller(task.end - start, unit);
+        b.scalars = *x.scalars;
+        b.param = read_param(x, start, b.count, wide);
+        b.grad = read_grad(x, start, b.count, wide + padded);
+        if (b.scalars.coupled != 0 || b.scalars.grad_scale != 1) {
+          scale_gradient(b.grad, b.param, b.scalars, b.count, wide + padded);
+          b.grad = wide + padded;
+        }
+        for (int i = 0; i < states; i++) {
+          b.codes[i] = (uint8_t*)x.state[i] + start;
+          b.moment[i] = buffer + i * padded;
+          b.dither[i] = dither + i * padded;
+          b.scale[i] = scale_of(x.absmax[i][start / unit], kind_of<R>(i));
+        }
+        if (b.count % GROUP) b.make_room(wide, wide + padded, (uint8_t*)(wide + 2 * padded), padded);
+      }
+      for (int i = 0; i < blocks; i++) q[i].count % GROUP ? q[i].template advance<false>() : q[i].template advance<true>();
+      if constexpr (has_second<R>)
+        for (int i = 0; i < blocks; i++) q[i].count % GROUP ? q[i].template encode_roots<false>() : q[i].template encode_roots<true>();
+      for (int i = 0; i < blocks; i++) q[i].encode_firsts();
+      for (int i = 0; i < blocks; i++) {
+        const int64_t start = first + i * unit;
+        write_param(q[i].param, x, start, q[i].count);
+        for (int j = 0; j < states; j++) {
+          uint8_t* const codes = (uint8_t*)x.state[j] + start;
+          if (q[i].codes[j] != codes) memcpy(codes, q[i].codes[j], q[i].count);
+          x.absmax[j][start / unit] = q[i].absmax[j];
+        }
+      }
+    }
+  });
+  free(scratch);
+}
+
 template <Rule R, Storage S>
 static void run_pass(const Step& step) {
   switch (step.pass) {
-    case Pass::update: return run<R, S, Pass::update>(step);
+    case Pass::update:
+      if constexpr (S == Storage::quadratic) return run_quadratic<R>(step);
+      else return run<R, S, Pass::update>(step);
     case Pass::norms: return run<R, S, Pass::norms>(step);
     case Pass::ratios:  // used with this rule only
       if constexpr (R == Rule::rms) run<R, S, Pass::ratios>(step);

@@ -39,6 +39,7 @@ from trimtab.ops.blockwise_triton import (
     to_unit,
 )
 from trimtab.ops.step.fused import Arguments
+from trimtab.ops.step.quadratic import FINE
 from trimtab.ops.step.rules import RULES, SCALARS
 
 UNIT = 1024  # float32 state has no blocks; this many values count as one
@@ -52,6 +53,7 @@ GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS
 )
 WIDTH = tl.constexpr(len(SCALARS))
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(fine.limit) for fine in FINE[1:])
 
 
 def step(*arguments: Any) -> None:
@@ -284,15 +286,20 @@ def _codes(at, K: tl.constexpr, offsets, mask, FORM: tl.constexpr):
 
 
 @triton.jit
-def _read(at, K: tl.constexpr, offsets, mask, FORM: tl.constexpr):
+def _scale(at, K: tl.constexpr):
+    scale_ptr = _pointer(at, SCALE + K, tl.float32, False) + at.blocks
+    return tl.load(scale_ptr, mask=at.blocks * at.block < at.count, other=0.0)
+
+
+@triton.jit
+def _read(at, K: tl.constexpr, offsets, mask, unit, FORM: tl.constexpr):
     if (FORM.keeps >> K) & 1 == 0:
         return tl.zeros(offsets.shape, tl.float32)
     elif FORM.quantized > 0:
         codes = _codes(at, K, offsets, mask, FORM)
-        scale_ptr = _pointer(at, SCALE + K, tl.float32, False) + at.blocks
-        scale = tl.load(scale_ptr, mask=at.blocks * at.block < at.count, other=0.0)
+        scale = _scale(at, K)
         if FORM.quantized == 2:
-            return _decode_quadratic(codes, scale, K, FORM)
+            return _decode_quadratic(codes, scale, unit, K, FORM)
         return tl.load(at.books_ptr + K // 2 * 2 * BOOK + codes.to(tl.int32), mask=mask, other=0.0) * scale
     else:
         return tl.load(_pointer(at, STATE + K, tl.float32, FORM.aligned) + offsets, mask=mask, other=0.0)
@@ -315,50 +322,98 @@ def _halve(x):
 
 @triton.jit
 def _top(K: tl.constexpr, FORM: tl.constexpr):
-    """The value of the largest code, in units of code 1."""
-    return 65024.0 if K == 2 else (16128.0 if FORM.has_v else 260046848.0)
+    """The value of the largest code of a first moment, in units of code 1."""
+    return 16124.0 if FORM.has_v else 260046848.0
 
 
 @triton.jit
-def _decode_quadratic(codes, scale, K: tl.constexpr, FORM: tl.constexpr):
-    """√v, or a first moment, as in quadratic.py."""
-    unit = tl.div_rn(scale, _top(K, FORM))
+def _choice(bits):
+    """The index in quadratic.FINE, from the bits of a stored absmax of roots."""
+    return bits & 3
+
+
+@triton.jit
+def _offset(choice):
+    return tl.where(choice == 0, 0.0, tl.where(choice == 1, 256.0, tl.where(choice == 2, 768.0, 1792.0)))
+
+
+@triton.jit
+def _root_top(choice):
+    fine = tl.where(choice == 2, 1046528.0, 4190208.0)
+    return tl.where(choice == 0, 65024.0, tl.where(choice == 1, 261120.0, fine))
+
+
+@triton.jit
+def _choose(smallest_bits, bits):
+    """The index in quadratic.FINE of each block's code, from the smallest root and absmax."""
+    smallest = smallest_bits.to(tl.float32, bitcast=True)
+    absmax = bits.to(tl.float32, bitcast=True)
+    choice = (smallest > absmax * LIMIT_1).to(tl.int32) + (smallest > absmax * LIMIT_2).to(tl.int32)
+    choice += (smallest > absmax * LIMIT_3).to(tl.int32)
+    return tl.where(bits < INFINITY_BITS, choice, 0)
+
+
+@triton.jit
+def _root_value(codes, scale):
+    """The value of a root's code, in units of code 1."""
+    return _twice(codes.to(tl.float32) + _offset(_choice(scale.to(tl.int32, bitcast=True))))
+
+
+@triton.jit
+def _decode_quadratic(codes, scale, unit, K: tl.constexpr, FORM: tl.constexpr):
+    """√v, or a first moment, as in quadratic.py. `unit` is that of the root."""
     if K == 2:
-        return _twice(codes.to(tl.float32)) * unit
+        bits = scale.to(tl.int32, bitcast=True)
+        absmax = (bits & ~3).to(tl.float32, bitcast=True)
+        return _root_value(codes, scale) * tl.div_rn(absmax, _root_top(_choice(bits)))
     else:
         c = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        value = _twice(tl.abs(c)) if FORM.has_v else _twice(_twice(tl.abs(c)))
-        return tl.where(c < 0, -value, value) * unit
+        value = _twice(tl.abs(c)) - 4.0 if FORM.has_v else _twice(_twice(tl.abs(c)))
+        value = tl.where(c < 0, -value, value)
+        return value * (tl.div_rn(scale, _top(K, FORM)) * unit)
 
 
 @triton.jit
 def _dither(at, start, K: tl.constexpr, FORM: tl.constexpr):
-    """Between 0 and 4095, for moment K: the upper bits of a phase that advances per step and per value of a block."""
+    """In (0, 1), for moment K: the upper bits of a phase that advances per step and per value of a block."""
     step = tl.load(at.row_ptr + STEP).to(tl.int64)
     per_step: tl.constexpr = 0xD1B54A33 if K == 0 else (0xABC98389 if K == 1 else 0x8CB92BA7)
     per_value: tl.constexpr = 0x9E3779B1 if K == 0 else (0xC13FA9A9 if K == 1 else 0x91E10DA5)
     places = start + tl.arange(0, FORM.tile)[None, :].to(tl.int64)
-    return ((step * per_step + places * per_value & 0xFFFFFFFF) >> 20).to(tl.int32)
+    return (((step * per_step + places * per_value & 0xFFFFFFFF) >> 22).to(tl.float32) + 0.5) * (1 / 1024)
 
 
 @triton.jit
-def _encode_quadratic(x, dither, bits, K: tl.constexpr, FORM: tl.constexpr):
-    """Codes of what `_as_kept` returns. Adding 1.5 * 2^23 rounds half to even."""
+def _scaled(x, bits, top):
+    """Magnitudes in units of code 1; 0 where the block is not finite."""
     absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
-    inverse = tl.minimum(tl.div_rn(tl.full(absmax.shape, _top(K, FORM), tl.float32), absmax), LARGEST)
-    z = tl.where(bits < INFINITY_BITS, tl.abs(x) * inverse, 0.0)
+    inverse = tl.minimum(tl.div_rn(top + tl.zeros(absmax.shape, tl.float32), absmax), LARGEST)
+    return tl.where(bits < INFINITY_BITS, tl.abs(x) * inverse, 0.0)
+
+
+@triton.jit
+def _root_code(x, dither, bits, choice):
+    """o + c of roots before it is cut to a whole number."""
+    lowest = tl.where(choice == 0, 4.0, _offset(choice) + 1.0)
+    return tl.maximum(_halve(_scaled(x, bits, _root_top(choice))) + dither, lowest)
+
+
+@triton.jit
+def _encode_quadratic(x, dither, bits, choice, K: tl.constexpr, FORM: tl.constexpr):
+    """Codes of what `_as_kept` returns."""
     if K == 2:
-        parts = _halve(z) * 4096.0
-    elif FORM.has_v:
-        parts = tl.minimum(tl.minimum(_halve(z) * 4096.0, z * 4096.0), z * (4096 / 3) + 8192 / 3)
+        codes = tl.minimum((_root_code(x, dither, bits, choice) - _offset(choice)).to(tl.int32), 255)
+        return tl.where(bits < INFINITY_BITS, codes, 0)
     else:
-        parts = tl.minimum(tl.minimum(_halve(_halve(z)) * 4096.0, z * 4096.0), z * (4096 / 15) + 57344 / 15)
-        parts = tl.minimum(tl.minimum(parts, z * (4096 / 48) + 20480 / 3), z * (4096 / 192) + 32768 / 3)
-    codes = ((parts + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + dither) >> 12
-    if K == 2:
-        return tl.where((x > 0) & (bits < INFINITY_BITS), tl.maximum(codes, 4), codes)  # quadratic.SMALLEST
-    else:
-        return tl.where(x < 0, -codes, codes)
+        z = _scaled(x, bits, _top(K, FORM))
+        if FORM.has_v:
+            code = _halve(z + 4.0)
+        else:
+            code = tl.minimum(tl.minimum(_halve(_halve(z)), z), z * (1 / 15) + 14 / 15)
+            code = tl.minimum(tl.minimum(code, z * (1 / 48) + 5 / 3), z * (1 / 192) + 8 / 3)
+        codes = (code + dither).to(tl.int32)
+        codes = tl.where(x.to(tl.int32, bitcast=True) < 0, -codes, codes)
+        return tl.where(bits < INFINITY_BITS, codes, 0)
 
 
 @triton.jit
@@ -368,20 +423,18 @@ def _keep_21_bits(bits):
 
 
 @triton.jit
-def _unit(codes):
-    """The largest power of two in the value of a root's code; for code 0 that of the smallest other code."""
-    value = _twice(tl.maximum(codes.to(tl.float32), 4.0))
-    return (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+def _power(value):
+    """The largest power of two in a number, as bits."""
+    return value.to(tl.int32, bitcast=True) & 0x7F800000
 
 
 @triton.jit
-def _as_kept(at, start, moments, root_bits, FORM: tl.constexpr):
+def _as_kept(at, start, moments, root_bits, choice, FORM: tl.constexpr):
     """What is stored of the moments: in the quadratic code the first ones in units of the stored root."""
     m, slow, v = moments
     if FORM.roots:
-        codes = _encode_quadratic(v, _dither(at, start, 2, FORM), root_bits, 2, FORM)
-        # 1 / unit, exactly
-        per_unit = (0x7F000000 - _unit(codes).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        value = _twice(_root_code(v, _dither(at, start, 2, FORM), root_bits, choice))
+        per_unit = (0x7F000000 - _power(value)).to(tl.float32, bitcast=True)  # 1 / unit, exactly
         per_unit = tl.where(root_bits < INFINITY_BITS, per_unit, float("nan"))  # such a block is NaN in every moment
         m, slow = m * per_unit, slow * per_unit
     return m, slow, v
@@ -395,12 +448,15 @@ def _advance(at, start, FORM: tl.constexpr):
     g = _gradient(at, offsets, mask, FORM) * tl.load(at.row_ptr + GRAD_SCALE)
     coupled = tl.load(at.row_ptr + COUPLED)
     g = tl.where(coupled != 0, g + coupled * p, g)
-    m = _read(at, 0, offsets, mask, FORM)
-    slow = _read(at, 1, offsets, mask, FORM)
-    v = _read(at, 2, offsets, mask, FORM)
+    unit = 1.0
     if FORM.roots:
-        unit = _unit(_codes(at, 2, offsets, mask, FORM))
-        m, slow, v = m * unit, slow * unit, v * v
+        value = _root_value(_codes(at, 2, offsets, mask, FORM), _scale(at, 2))
+        unit = _power(value).to(tl.float32, bitcast=True)
+    m = _read(at, 0, offsets, mask, unit, FORM)
+    slow = _read(at, 1, offsets, mask, unit, FORM)
+    v = _read(at, 2, offsets, mask, unit, FORM)
+    if FORM.roots:
+        v = v * v
     update, moments = _update(at.row_ptr, g, m, slow, v, FORM.rule)
     return p, g, update, moments
 
@@ -417,7 +473,7 @@ def _advance_to_store(at, start, FORM: tl.constexpr):
 
 
 @triton.jit
-def _write(at, start, p, update, moments, bits, FORM: tl.constexpr):
+def _write(at, start, p, update, moments, bits, choice, FORM: tl.constexpr):
     """Move the parameter and store the moments of a tile; `bits` is each block's new absmax."""
     offsets, mask = _cells(at, start, FORM)
     p = tl.load(at.row_ptr + DECAY) * p - tl.load(at.row_ptr + LR) * update
@@ -428,7 +484,8 @@ def _write(at, start, p, update, moments, bits, FORM: tl.constexpr):
                 tl.store(_pointer(at, STATE + K, tl.float32, FORM.aligned) + offsets, moments[K], mask=mask)
             else:
                 if FORM.quantized == 2:
-                    codes = _encode_quadratic(moments[K], _dither(at, start, K, FORM), bits[K], K, FORM)
+                    dither = _dither(at, start, K, FORM)
+                    codes = _encode_quadratic(moments[K], dither, bits[K], choice, K, FORM)
                 else:
                     codes = nearest(to_unit(moments[K], bits[K]), at.books_ptr + (K // 2 * 2 + 1) * BOOK)
                     if K == 2:  # a positive second moment is never stored as zero
@@ -449,6 +506,13 @@ def _largest(at, start, moments, FORM: tl.constexpr):
 
 
 @triton.jit
+def _smallest(at, start, v, FORM: tl.constexpr):
+    """The smallest root of each block's part of this tile, as bits."""
+    _, mask = _cells(at, start, FORM)
+    return tl.min(tl.where(mask, v.to(tl.int32, bitcast=True), 0x7FFFFFFF), axis=1, keep_dims=True)
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a[0], b[0]), tl.maximum(a[1], b[1]), tl.maximum(a[2], b[2])
 
@@ -461,29 +525,35 @@ def _step_kernel(table_ptr, owner_ptr, scalars_ptr, books_ptr, block, FORM: tl.c
     at = _locate(table_ptr, owner_ptr, scalars_ptr, books_ptr, block, True, FORM)
     p, update, moments = _advance_to_store(at, 0, FORM)
     bits = _largest(at, 0, moments, FORM)
+    smallest = _smallest(at, 0, moments[2], FORM)
     end = tl.minimum(tl.cast(block, tl.int64), at.count)
     if (FORM.quantized > 0) and FORM.many:
         for start in range(FORM.tile, end, FORM.tile):
             _, _, later = _advance_to_store(at, start, FORM)
             bits = _larger(bits, _largest(at, start, later, FORM))
+            smallest = tl.minimum(smallest, _smallest(at, start, later[2], FORM))
+    choice = smallest * 0
     if FORM.roots:
         # The first moments are divided by the stored root, whose scale is known only now; then they have new scales.
         root_bits = _keep_21_bits(bits[2])
-        moments = _as_kept(at, 0, moments, root_bits, FORM)
+        choice = _choose(smallest, root_bits)
+        moments = _as_kept(at, 0, moments, root_bits, choice, FORM)
         found = _largest(at, 0, moments, FORM)
         if FORM.many:
             for start in range(FORM.tile, end, FORM.tile):
                 _, _, later = _advance_to_store(at, start, FORM)
-                later = _as_kept(at, start, later, root_bits, FORM)
+                later = _as_kept(at, start, later, root_bits, choice, FORM)
                 found = _larger(found, _largest(at, start, later, FORM))
         bits = (found[0], found[1], bits[2])
     if FORM.quantized == 2:
         bits = (_keep_21_bits(bits[0]), _keep_21_bits(bits[1]), _keep_21_bits(bits[2]))
-    _write(at, 0, p, update, moments, bits, FORM)
+    _write(at, 0, p, update, moments, bits, choice, FORM)
     if FORM.many:
         for start in range(FORM.tile, end, FORM.tile):
             p, update, moments = _advance_to_store(at, start, FORM)
-            _write(at, start, p, update, _as_kept(at, start, moments, bits[2], FORM), bits, FORM)
+            _write(at, start, p, update, _as_kept(at, start, moments, bits[2], choice, FORM), bits, choice, FORM)
+    if FORM.roots:
+        bits = (bits[0], bits[1], bits[2] | choice)
     if FORM.quantized > 0:
         tl.debug_barrier()  # several warps may share a block: none of them may still have to read its old scale
         for K in tl.static_range(3):

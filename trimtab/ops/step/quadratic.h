@@ -8,23 +8,64 @@ namespace trimtab::TRIMTAB_LEVEL {
 // root: √v; unit: a first moment in units of the stored √v; plain: a first moment of a rule without v.
 enum class Kind { root, unit, plain };
 
-// The value of the largest code, in units of code 1.
-constexpr float top(Kind kind) { return kind == Kind::root ? 65024.0f : kind == Kind::unit ? 16128.0f : 260046848.0f; }
+// The codes of roots: FINE of quadratic.py. `choice` is kept in the last bits of absmax.
+struct Fine {
+  float offset, lowest, top, limit;
+};
+constexpr Fine FINE[4] = {{0, 4, 65024.0f, -1},
+                          {256, 257, 261120.0f, (float)(16384 / 65024.0 * (1 + 5e-7))},
+                          {768, 769, 1046528.0f, (float)(131072 / 261120.0 * (1 + 5e-7))},
+                          {1792, 1793, 4190208.0f, (float)(786432 / 1046528.0 * (1 + 5e-7))}};
+constexpr int32_t CHOICE = 3;
 
-INLINE float value_of_code_1(float absmax, Kind kind) { return absmax / top(kind); }
+// The value of the largest code of a first moment, in units of code 1.
+constexpr float top(Kind kind) { return kind == Kind::unit ? 16124.0f : 260046848.0f; }
 
-// x² and √x by doubling and halving the bits: linear between 1, 1.5, 2, 3, 4, 6 … and exact inverses of each other.
-constexpr int32_t ONE = 0x3f800000;
-INLINE vf twice(vf x) { return (vf)larger((bits(x) << 1) - ONE, vi{}); }
+// What a block is decoded with: the value of code 1, and the offset of roots.
+struct Scale {
+  float unit, offset;
+};
+INLINE Scale scale_of(float absmax, Kind kind) {
+  if (kind != Kind::root) return {absmax / top(kind), 0};
+  int32_t b;
+  memcpy(&b, &absmax, 4);
+  const Fine& fine = FINE[b & CHOICE];
+  b &= ~CHOICE;
+  memcpy(&absmax, &b, 4);
+  return {absmax / fine.top, fine.offset};
+}
+
+// x² and √x by doubling and halving the bits: linear between 1, 1.5, 2, 3, 4, 6 … and exact inverses of each other. A shift
+// removes the sign. `twice` is for numbers that are not zero.
+constexpr int32_t ONE = 0x3f800000, SIGN = (int32_t)0x80000000;
+INLINE vf twice(vf x) { return (vf)((bits(x) << 1) - ONE); }
 INLINE vf halve(vf x) { return (vf)((bits(x) >> 1) + (ONE >> 1)); }
 
-INLINE vf decode_quadratic(const uint8_t* codes, float unit, Kind kind) {
-  if (kind == Kind::root) return twice(__builtin_convertvector(load_codes(codes), vf)) * unit;
-  const vf c = __builtin_convertvector(load_signed_codes(codes), vf);
-  vf value = twice(magnitude(c));
-  if (kind == Kind::plain) value = twice(value);
-  return (vf)(bits(value) | (bits(c) & (int32_t)0x80000000)) * unit;
+// The sign of `sign` on a number that is not negative.
+INLINE vf signed_as(vf x, vf sign) {
+  return (vf)CHOOSE(_mm512_ternarylogic_epi32((__m512i)x, (__m512i)sign, _mm512_set1_epi32(SIGN), 0xf8), (bits(x) | (bits(sign) & SIGN)),
+                    (bits(x) | (bits(sign) & SIGN)));
 }
+
+// In units of code 1.
+INLINE vf decode_root(const uint8_t* codes, float offset) {
+  return twice(__builtin_convertvector(load_codes(codes), vf) + offset);
+}
+INLINE vf decode_unit(const uint8_t* codes) {
+  const vf c = __builtin_convertvector(load_signed_codes(codes), vf);
+  return signed_as(twice(c) - 4.0f, c);
+}
+INLINE vf decode_plain(const uint8_t* codes) {
+  const vf c = __builtin_convertvector(load_signed_codes(codes), vf);
+  const vi doubled = larger((bits(c) << 1) - ONE, vi{});
+  return signed_as((vf)larger((doubled << 1) - ONE, vi{}), c);
+}
+
+// The largest power of two in the value of a root.
+INLINE vf unit_of(vf value) { return (vf)(bits(value) & 0x7f800000); }
+
+// 1 / unit_of(twice(f)), exactly. Rounding f down to its code does not change it.
+INLINE vf per_unit_of(vf f) { return (vf)(3 * (uint32_t)ONE - (((vu)f << 1) & 0xff800000u)); }
 
 // absmax to 21 bits: float32 state dicts then restore it exactly.
 INLINE float keep_21_bits(float absmax) {
@@ -38,132 +79,76 @@ INLINE float keep_21_bits(float absmax) {
 }
 
 // What turns a value into units of code 1; the largest number where absmax is zero or too small to divide by.
-INLINE vf inverse_of(float absmax, Kind kind) {
-  const float largest = 3.402823466e+38f, inverse = top(kind) / absmax;
+INLINE vf inverse_of(float absmax, float top) {
+  const float largest = 3.402823466e+38f, inverse = top / absmax;
   return splat(inverse < largest ? inverse : largest);
 }
 
-// --- Dither: a phase in 2^-32ths of a code, which advances by a constant per step and per value of a block (quadratic.py).
+INLINE float with_choice(float absmax, int choice) {
+  int32_t b;
+  memcpy(&b, &absmax, 4);
+  b |= choice;
+  memcpy(&absmax, &b, 4);
+  return absmax;
+}
+INLINE int choose(float smallest, float absmax) {
+  int choice = 0;
+  for (int i = 1; i < 4; i++) choice += smallest > FINE[i].limit * absmax;
+  return choice;
+}
 
-constexpr int32_t PARTS = 4096, PART_BITS = 12;
-constexpr int32_t SMALLEST = 4, SMALLEST_UNIT = 0x41800000;  // code of a positive root, and the bits of its value
+// --- Dither: the upper bits of a phase that advances by a constant per step and per value of a block (quadratic.py).
+
 constexpr uint32_t PER_STEP[max_states] = {0xd1b54a33, 0xabc98389, 0x8cb92ba7};
 constexpr uint32_t PER_VALUE[max_states] = {0x9e3779b1, 0xc13fa9a9, 0x91e10da5};
 constexpr int SECOND = 2;
 
-struct Dither {
-  vi phase, advance;
-
-  Dither(int moment, float step) {
-    const uint32_t first = (uint32_t)step * PER_STEP[moment];
-    for (int l = 0; l < W; l++) phase[l] = (int32_t)(first + l * PER_VALUE[moment]);
-    advance = splat((int32_t)(W * PER_VALUE[moment]));
-  }
-  // The phases of the next W values.
-  INLINE_MEMBER vi next() {
-    const vi now = phase;
-    phase += advance;
-    return now;
-  }
-};
-
-// floor(code + dither), the code in parts.
-INLINE vi cut(vf parts, vi phase) {
-  return (round_to_int(parts) + (vi)((vu)phase >> (32 - PART_BITS))) >> PART_BITS;
+// One number in (0, 1) per value of a block; the same for all blocks.
+static inline void make_dither(float* table, int64_t count, int moment, float step) {
+  const uint32_t first = (uint32_t)step * PER_STEP[moment];
+  for (int64_t k = 0; k < count; k++) table[k] = ((first + (uint32_t)k * PER_VALUE[moment] >> 22) + 0.5f) / 1024;
 }
 
-// PARTS * halve(x): PARTS is a power of two, so it is added to the exponent.
-INLINE vf halve_in_parts(vf x) { return (vf)((bits(x) >> 1) + ((ONE >> 1) + (PART_BITS << 23))); }
+// --- Codes of one vector, before they are packed.
 
-INLINE vi root_code(vf x, vi phase, vf inverse) {
-  return larger(cut(halve_in_parts(x * inverse), phase), smaller_unsigned(bits(x), splat(SMALLEST)));
-}
-
-// The largest power of two in the value of a root's code, as bits; for code 0 that of the smallest other code.
-INLINE vi unit_bits(vf code) { return larger((bits(code) << 1) - ONE, splat(SMALLEST_UNIT)) & 0x7f800000; }
-
-// Between the smallest codes the bits have corners of their own; there the straight lines from code to code are lower.
+// Between the smallest codes of fourth powers the bits have corners of their own; the straight lines from code to code are lower.
 template <Kind K>
-INLINE vi signed_code(vf x, vi phase, vf inverse) {
+INLINE vi signed_code(vf x, vf dither, vf inverse) {
   const vf z = magnitude(x) * inverse;
-  vf parts = smaller(halve_in_parts(K == Kind::plain ? halve(z) : z), z * (float)PARTS);
-  constexpr auto line = [](vf z, double slope, double offset) { return z * (float)(slope * PARTS) + (float)(offset * PARTS); };
-  if (K == Kind::unit) parts = smaller(parts, line(z, 1 / 3.0, 2 / 3.0));
+  vf code = K == Kind::unit ? halve(z + 4.0f) : halve(halve(z));
   if (K == Kind::plain) {
-    parts = smaller(parts, line(z, 1 / 15.0, 14 / 15.0));
-    parts = smaller(parts, line(z, 1 / 48.0, 5 / 3.0));
-    parts = smaller(parts, line(z, 1 / 192.0, 8 / 3.0));
+    code = smaller(code, z);
+    code = smaller(code, z * (float)(1 / 15.0) + (float)(14 / 15.0));
+    code = smaller(code, z * (float)(1 / 48.0) + (float)(5 / 3.0));
+    code = smaller(code, z * (float)(1 / 192.0) + (float)(8 / 3.0));
   }
-  return with_sign(cut(parts, phase), bits(x));
+  return cut(signed_as(code + dither, x));
 }
 
-template <Kind K>
-INLINE void put_quadratic(uint8_t* codes, const vi c[4]) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  __m256i a = _mm256_packs_epi32((__m256i)c[0], (__m256i)c[1]), b = _mm256_packs_epi32((__m256i)c[2], (__m256i)c[3]);
-  __m256i packed = K == Kind::root ? _mm256_packus_epi16(a, b) : _mm256_packs_epi16(a, b);
-  packed = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  _mm256_storeu_si256((__m256i*)codes, packed);
-#else
-  for (int q = 0; q < 4; q++)
+// Four vectors of codes to bytes. `offset` is that of roots.
+INLINE void put_signed(uint8_t* codes, const vi c[4]) {
 #if defined(__AVX512F__)
-    _mm_storeu_si128((__m128i*)(codes + q * W), _mm512_cvtepi32_epi8((__m512i)c[q]));
+  const __m512i a = _mm512_packs_epi32((__m512i)c[0], (__m512i)c[1]), b = _mm512_packs_epi32((__m512i)c[2], (__m512i)c[3]);
+  store(codes, (vi)in_order(_mm512_packs_epi16(a, b)));
+#elif defined(__AVX2__)
+  const __m256i a = _mm256_packs_epi32((__m256i)c[0], (__m256i)c[1]), b = _mm256_packs_epi32((__m256i)c[2], (__m256i)c[3]);
+  store(codes, (vi)in_order(_mm256_packs_epi16(a, b)));
 #else
-    store(codes + q * W, __builtin_convertvector(c[q], vb));
+  for (int q = 0; q < 4; q++) store(codes + q * W, __builtin_convertvector(c[q], vb));
 #endif
+}
+INLINE void put_roots(uint8_t* codes, const vi c[4], float offset) {
+#if defined(__AVX512F__)
+  const __m512i a = _mm512_packs_epi32((__m512i)c[0], (__m512i)c[1]), b = _mm512_packs_epi32((__m512i)c[2], (__m512i)c[3]);
+  const __m512i o = _mm512_set1_epi16((short)offset);
+  store(codes, (vi)in_order(_mm512_packus_epi16(_mm512_sub_epi16(a, o), _mm512_sub_epi16(b, o))));
+#elif defined(__AVX2__)
+  const __m256i a = _mm256_packs_epi32((__m256i)c[0], (__m256i)c[1]), b = _mm256_packs_epi32((__m256i)c[2], (__m256i)c[3]);
+  const __m256i o = _mm256_set1_epi16((short)offset);
+  store(codes, (vi)in_order(_mm256_packus_epi16(_mm256_sub_epi16(a, o), _mm256_sub_epi16(b, o))));
+#else
+  for (int q = 0; q < 4; q++) store(codes + q * W, __builtin_convertvector(smaller(c[q] - (int32_t)offset, splat(255)), vb));
 #endif
-}
-
-// --- One block. `x` has room for a multiple of GROUP values, of which `count` matter.
-
-// Write codes group by group; what lies behind `count` is encoded too, but not written.
-template <Kind K, class Encode>
-INLINE void put_block(int64_t count, uint8_t* codes, const Encode& encode) {
-  vi c[4];
-  int64_t k = 0;
-  for (; k + GROUP <= count; k += GROUP) {
-    for (int q = 0; q < 4; q++) c[q] = encode(k + q * W);
-    put_quadratic<K>(codes + k, c);
-  }
-  if (k < count) {
-    uint8_t last[GROUP];
-    for (int q = 0; q < 4; q++) c[q] = encode(k + q * W);
-    put_quadratic<K>(last, c);
-    memcpy(codes + k, last, count - k);
-  }
-}
-
-template <Kind K>
-static inline void encode_signed(const float* x, int64_t count, float absmax, Dither dither, uint8_t* codes) {
-  if (!(absmax < INFINITY)) {  // NaN: stored as zeros under a scale of NaN
-    memset(codes, 0, count);
-    return;
-  }
-  const vf inverse = inverse_of(absmax, K);
-  put_block<K>(count, codes, [&](int64_t k) { return signed_code<K>(load(x + k), dither.next(), inverse); });
-}
-
-// Encode the roots, and bring the `others` into units of the stored ones; `largest` are their largest magnitudes.
-template <int OTHERS>
-static inline void encode_root(const float* x, int64_t count, float absmax, Dither dither, uint8_t* codes, float* const* others,
-                               vi* largest) {
-  const bool finite = absmax < INFINITY;
-  for (int i = 0; i < OTHERS; i++) largest[i] = finite ? vi{} : bits(splat(NAN));  // such a block is NaN in every moment
-  if (!finite) {
-    memset(codes, 0, count);
-    return;
-  }
-  const vf inverse = inverse_of(absmax, Kind::root);
-  put_block<Kind::root>(count, codes, [&](int64_t k) {
-    const vi code = root_code(load(x + k), dither.next(), inverse);
-    const vf per_unit = (vf)(2 * ONE - unit_bits(__builtin_convertvector(code, vf)));  // 1 / unit, exactly
-    for (int i = 0; i < OTHERS; i++) {
-      const vf u = load(others[i] + k) * per_unit;
-      store(others[i] + k, u);
-      largest[i] = larger(largest[i], magnitude_bits(u));
-    }
-    return code;
-  });
 }
 
 // Squares that overflowed although the gradient was finite: the largest root instead of Inf. Rare, so one by one.

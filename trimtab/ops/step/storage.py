@@ -22,7 +22,7 @@ from trimtab.ops.codebook import Name, load_codebook
 from trimtab.ops.sharding import flat
 from trimtab.ops.step import rules
 from trimtab.ops.step.fused import Arguments, Code, norms_unchecked, ratios_unchecked
-from trimtab.ops.step.quadratic import decode_moments, encode_moments
+from trimtab.ops.step.quadratic import decode_moments, encode_moments, start_quadratic
 
 Coding = Literal["quadratic"] | Name
 CODINGS = ("quadratic", *get_args(Name))
@@ -133,10 +133,12 @@ def new_moment(like: Tensor, name: str, storage: Storage, *, signed: bool, value
     """A moment that is `value` everywhere, in the memory order of the parameter."""
     if storage.bits == 32:
         return {name: torch.full_like(like, value, dtype=torch.float32)}
-    quadratic = storage.codebook == "quadratic"
-    zero = 127 if signed and not quadratic else 0
-    codes = torch.full_like(like, 255 if value else zero, dtype=torch.uint8)
-    scale = value**0.5 if quadratic else value  # the quadratic code stores the root of a second moment
+    codes = torch.empty_like(like, dtype=torch.uint8)
+    if storage.codebook == "quadratic":
+        code, scale = start_quadratic(value, signed)
+    else:
+        code, scale = 255 if value else 127 if signed else 0, value
+    codes.fill_(code)
     absmax = torch.full((count_blocks(like.numel(), storage.block),), scale, dtype=torch.float32, device=like.device)
     return {f"{name}_codes": codes, f"{name}_absmax": absmax}
 
