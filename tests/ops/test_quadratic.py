@@ -1,5 +1,7 @@
 """The quadratic code: the law, its edges, and what it is for: updates that survive blocks of any range."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,13 +12,17 @@ from tests.conftest import assert_same, seed, spread
 from tests.ops.rows import row
 from trimtab.ops import fused_step
 from trimtab.ops.step.quadratic import (
-    FINE,
+    COARSEST,
+    FINEST,
+    KNEE,
     TOP,
     decode_moments,
-    dequantize_quadratic,
+    dequantize_first,
+    dequantize_root,
     encode_moments,
     halve,
-    quantize_quadratic,
+    quantize_first,
+    quantize_root,
     twice,
     unit_of,
 )
@@ -24,48 +30,86 @@ from trimtab.ops.step.quadratic import (
 SIZES = [0, 1, 255, 256, 257, 1000]  # nothing, below, at and above a block
 
 
+KINDS = ["root", *TOP]
+
+
 def values(count: int, kind: str, decades: float = 4) -> Tensor:
     x = spread(count, seed(3), decades=decades)
     return x.abs() if kind == "root" else x
 
 
+def store(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    return quantize_root(x, 256) if kind == "root" else quantize_first(x, kind, 256)
+
+
+def load(codes: Tensor, absmax: Tensor, kind: str) -> Tensor:
+    return dequantize_root(codes, absmax, 256) if kind == "root" else dequantize_first(codes, absmax, kind, 256)
+
+
 @pytest.mark.parametrize("kind", TOP)
 @pytest.mark.parametrize("count", SIZES)
-def test_a_value_is_stored_as_one_of_its_two_neighbours(kind, count):
+def test_a_first_moment_is_stored_as_one_of_its_two_neighbours(kind, count):
     x = values(count, kind)
-    codes, absmax = quantize_quadratic(x, kind, 256)
-    back = dequantize_quadratic(codes, absmax, kind, 256)
+    codes, absmax = store(x, kind)
     scale = absmax.repeat_interleave(256)[:count]
-    smallest = FINE[0].lowest if kind == "root" else 0
-    value = (lambda c: twice(twice(c))) if kind == "plain" else twice
-    z = (x / scale).abs() * TOP[kind] + (4 if kind == "unit" else 0)
-    # 1e-3: a value that is a code, up to rounding
-    below = ((halve(halve(z)) if kind == "plain" else halve(z)) + 1e-3).floor()
-    gap = value((below + 1).clamp(min=smallest)) - value(below)
-    assert ((back - x).abs() <= 1.01 * gap * scale / TOP[kind]).all()
+    z = (x / scale).abs() * TOP[kind]
+    gap = torch.ones(count)
+    if kind == "plain":
+        below = (halve(halve(z)) + 1e-3).floor()  # 1e-3: a value that is a code, up to rounding
+        gap = twice(twice(below + 1)) - twice(twice(below))
+    assert ((load(codes, absmax, kind) - x).abs() <= 1.01 * gap * scale / TOP[kind]).all()
+
+
+@pytest.mark.parametrize("decades", [0.01, 0.06, 0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("count", SIZES)
+def test_a_root_is_stored_as_one_of_its_two_neighbours(count, decades):
+    x = 10 ** (-decades * torch.rand(count, generator=seed(3)))
+    codes, absmax = quantize_root(x, 256)
+    choice = (absmax.view(torch.int32) & 7).repeat_interleave(256)[:count]
+    shift = torch.where(choice > 0, COARSEST + 1 - choice, torch.where(codes > KNEE, COARSEST, COARSEST + 2))
+    difference = (dequantize_root(codes, absmax, 256).view(torch.int32) - x.view(torch.int32)).abs()
+    assert (difference < (1 << shift)).all()
+
+
+@pytest.mark.parametrize("span", [0.02, 0.2, 0.4, 0.9, 1.9, 3.9, 7.9, 8.1, 15.8])
+def test_the_window_of_roots_is_the_finest_that_holds_a_block(span):
+    x = 2.0 ** (-span * torch.linspace(0, 1, 256))
+    _, absmax = quantize_root(x, 256)
+    choice, width = int(absmax.view(torch.int32) & 7), int(x[0].view(torch.int32) - x[-1].view(torch.int32))
+    shift = COARSEST + 1 - choice
+    assert not choice or width < 256 << shift
+    assert shift == FINEST or width > 253 << (shift - 1)
+
+
+def test_roots_below_the_window_are_stored_as_its_first_number():
+    x = torch.tensor([1.0, 1e-3, 1e-7, 1e-12, 0.0])
+    back = dequantize_root(*quantize_root(x, 256), 256)
+    assert back[1:2].item() == pytest.approx(1e-3, rel=0.13)
+    assert (back[2:] == back[2]).all()
+    assert 2.0**-20 < back[2].item() < 2.0**-19
 
 
 def test_twice_is_nearly_a_square_and_halve_its_inverse():
     x = torch.arange(1.0, 256.0)
     assert ((twice(x) / x.square() - 17 / 18).abs() <= 1 / 18 + 1e-6).all()  # from 8/9 at 1.5 to 1 at powers of two
     assert_same(halve(twice(x)), x)
-    assert list(TOP.values()) == [twice(x[254]), twice(x[126]) - 4, twice(twice(x[126]))]
+    assert {"unit": 127, "plain": twice(twice(x[126]))} == TOP
     assert twice(torch.zeros(1)) == 0
 
 
 @pytest.mark.parametrize("block", [64, 256, 2048])
 @pytest.mark.parametrize("signed", [(True, False), (True,), (False,), (True, True, False)])
 @pytest.mark.parametrize("bias", [1.0, 0.271, 1 - 0.999**3])
-def test_decoded_moments_are_stored_as_the_same_codes_and_scales(signed, block, bias):
+def test_decoded_moments_are_stored_as_the_same_values(signed, block, bias):
     """Also if a float32 state dict rounds them on the way: StableAdamW's leave multiplied by a bias correction."""
     moments = [values(10_007, "plain" if s else "root", decades=6) for s in signed]
     for step in range(1, 30):
         stored = encode_moments(moments, signed, block, step=step)
         decoded = decode_moments([c for c, _ in stored], [a for _, a in stored], signed, block)
         travelled = [x * bias / bias for x in decoded]
-        for (codes, absmax), (again, scale) in zip(stored, encode_moments(travelled, signed, block), strict=True):
-            assert_same(again, codes)
-            assert_same(scale, absmax)
+        again = encode_moments(travelled, signed, block)
+        for old, new in zip(decoded, decode_moments(*zip(*again, strict=True), signed, block), strict=True):
+            assert_same(new, old)
         moments = [0.9 * x + 0.1 * y for x, y in zip(decoded, moments, strict=True)]
 
 
@@ -79,39 +123,14 @@ def test_first_moments_are_right_on_average():
     torch.testing.assert_close(total / 4096, x.double(), rtol=2e-3, atol=1e-7)
 
 
-def test_roots_are_right_on_average():
-    x = torch.cat([torch.tensor([TOP["root"]]), twice(torch.arange(4, 255) + torch.rand(251, generator=seed(0)))])
-    total = torch.zeros(252, dtype=torch.float64)
+@pytest.mark.parametrize("span", [0.1, 1.0, 3.0, 12.0])
+def test_roots_are_right_on_average(span):
+    x = 2.0 ** (-span * torch.rand(256, generator=seed(0)))
+    total = torch.zeros(256, dtype=torch.float64)
     for step in range(4096):
-        ((codes, absmax),) = encode_moments([x.square()], [False], 256, step=step)
-        total += decode_moments([codes], [absmax], [False], 256)[0].sqrt()
-    torch.testing.assert_close(total / 4096, x.double(), rtol=3e-4, atol=0)
-
-
-def test_the_codes_of_roots_are_consistent():
-    """Each finer code starts just above its limit, and its limit is a code of the one before: see FINE."""
-    x = torch.arange(0.0, 2048.0)
-    for coarse, fine in zip(FINE, FINE[1:], strict=False):
-        assert fine.top == twice(x[fine.offset + 255])
-        limit = fine.limit / (1 + 5e-7)
-        codes = twice(x[coarse.lowest : coarse.offset + 256]).double() / coarse.top
-        assert (codes - limit).abs().min() < 1e-12
-        lowest = twice(x[fine.lowest - 1 : fine.lowest + 1]) / fine.top
-        assert lowest[0] <= fine.limit < lowest[1]
-        assert fine.lowest > fine.offset
-
-
-@pytest.mark.parametrize("spread_of_roots", [1.0, 0.9, 0.76, 0.7514, 0.74, 0.6, 0.5019, 0.49, 0.3, 0.2519, 0.24, 0.01])
-def test_a_block_of_similar_roots_has_smaller_errors_and_makes_the_round_trip(spread_of_roots):
-    s = spread_of_roots + (1 - spread_of_roots) * torch.rand(4096, generator=seed(0))
-    gap = 2 / 255 if spread_of_roots < 0.25 else max(0.0022, 2 * (1 - spread_of_roots) / 120)
-    for step in range(50):
-        stored = encode_moments([s.square()], [False], 256, step=step)
-        (v,) = decode_moments(*([part] for part in stored[0]), [False], 256)
-        assert ((v.sqrt() / s - 1).abs() < gap * 2 / spread_of_roots**0.5).all()
-        (again,) = encode_moments([v], [False], 256, step=step + 7)
-        assert_same(again[0], stored[0][0])
-        assert_same(again[1], stored[0][1])
+        total += dequantize_root(*quantize_root(x, 256, step), 256)
+    inside = x < x.max()  # the window ends at the largest
+    torch.testing.assert_close((total / 4096)[inside], x.double()[inside], rtol=3e-4, atol=0)
 
 
 def test_a_slow_average_does_not_stand_still():
@@ -133,8 +152,8 @@ def test_a_slow_average_does_not_stand_still():
 def test_scaling_by_a_power_of_two_leaves_the_codes(numbers, power, block):
     x = torch.tensor(numbers, dtype=torch.float32)
     x = torch.where(x.abs() < 1e-20, 0.0, x)
-    codes, absmax = quantize_quadratic(x, "plain", block)
-    scaled, larger = quantize_quadratic(x * 2.0**power, "plain", block)
+    codes, absmax = quantize_first(x, "plain", block)
+    scaled, larger = quantize_first(x * 2.0**power, "plain", block)
     assert_same(scaled, codes)
     assert_same(larger, absmax * 2.0**power)
 
@@ -143,31 +162,29 @@ def test_an_outlier_affects_only_its_own_block():
     x = torch.randn(1024, generator=seed(0))
     changed = x.clone()
     changed[300] = 1e4
-    codes, absmax = quantize_quadratic(x, "plain", 256)
-    others, scales = quantize_quadratic(changed, "plain", 256)
+    codes, absmax = quantize_first(x, "plain", 256)
+    others, scales = quantize_first(changed, "plain", 256)
     far = torch.arange(1024) // 256 != 1
     assert_same(others[far], codes[far])
     assert (others[~far] != codes[~far]).any()
     assert (scales != absmax).tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("kind", TOP)
+@pytest.mark.parametrize(("kind", "bad"), [("root", torch.nan), *product(TOP, [torch.nan, torch.inf, -torch.inf])])
 def test_a_block_with_a_bad_value_comes_back_as_nan_and_no_other(kind, bad):
     x = values(1024, kind)
     x[300] = bad
-    back = dequantize_quadratic(*quantize_quadratic(x, kind, 256), kind, 256)
+    back = load(*store(x, kind), kind)
     assert (back.isnan().view(4, 256).all(dim=1)).tolist() == [False, True, False, False]
     assert back.isnan().sum() == 256
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-45, 1e-40, 1e-38])
-@pytest.mark.parametrize("kind", TOP)
+@pytest.mark.parametrize("kind", KINDS)
 def test_zeros_and_the_smallest_numbers_stay_finite(kind, tiny):
-    codes, absmax = quantize_quadratic(torch.full((300,), tiny), kind, 256)
-    back = dequantize_quadratic(codes, absmax, kind, 256)
+    back = load(*store(torch.full((300,), tiny), kind), kind)
     assert back.isfinite().all()
-    assert (back <= tiny * 1.01).all()
+    assert ((back.square() if kind == "root" else back) <= tiny * 1.01).all()  # v is zero below the smallest root
 
 
 def test_a_positive_second_moment_is_never_stored_as_zero():
@@ -186,8 +203,8 @@ def test_a_first_moment_keeps_its_digits_in_blocks_of_any_range():
     back_m, _ = decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], 256)
     (_, scale), roots = stored
     error = (back_m - m).abs() / (unit_of(*roots, 256) * scale.repeat_interleave(256))
-    assert error.max() < 256 / TOP["unit"]  # the largest gap between two codes
-    assert error.mean() < 0.3 * 256 / TOP["unit"]
+    assert error.max() < 1 / 127  # the gap between two codes
+    assert error.mean() < 0.4 / 127
 
 
 def test_an_element_without_gradient_decays_as_its_block_does_not():
@@ -200,7 +217,7 @@ def test_an_element_without_gradient_decays_as_its_block_does_not():
         m, v, exact = 0.99 * m + 0.01 * g, 0.5 * v + 0.5 * g.square(), 0.99 * exact
         stored = encode_moments([m, v], [True, False], 256, step=step)
         m, v = decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], 256)
-        gap = 256 / TOP["unit"] * stored[0][1] * unit_of(*stored[1], 256)[7]
+        gap = stored[0][1] / 127 * unit_of(*stored[1], 256)[7]
         assert m[7] <= exact + gap / (1 - 0.99)
     assert m[7] == pytest.approx(exact, rel=0.3)
 

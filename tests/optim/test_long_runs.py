@@ -19,7 +19,7 @@ from tests.optim.cases import QUANTIZED
 from tests.train.conftest import _one_thread
 from trimtab import optim
 from trimtab.ops.step import RULES
-from trimtab.ops.step.quadratic import FINE, TOP, dequantize_quadratic, twice, unit_of
+from trimtab.ops.step.quadratic import COARSEST, KNEE, TOP, dequantize_root, twice, unit_of
 from trimtab.ops.step.storage import Storage, decode
 
 __all__ = ["_one_thread"]  # tensors this small gain nothing from two
@@ -104,11 +104,13 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
             codes, absmax = state[f"{moment}_codes"], state[f"{moment}_absmax"].repeat_interleave(block)[:SIZE]
             assert absmax.isfinite().all(), (moment, step)
             if not is_signed:
-                stored = state[f"{moment}_absmax"]
-                root = dequantize_quadratic(codes, stored, "root", block)
-                gap = dequantize_quadratic(codes + 1, stored, "root", block) - root
-                gap = torch.where(codes < 255, gap, root - dequantize_quadratic(codes - 1, stored, "root", block))
-                smallest = twice(torch.tensor(float(FINE[0].lowest))) * absmax / TOP["root"]
+                root = dequantize_root(codes, state[f"{moment}_absmax"], block)
+                choice = absmax.view(torch.int32) & 7
+                shift = torch.where(
+                    choice > 0, COARSEST + 1 - choice, torch.where(codes > KNEE, COARSEST, COARSEST + 2)
+                )
+                gap = root / 2 ** (23 - shift)
+                smallest = absmax * 2.0**-19
                 bound.add(2 * root * gap + gap**2, gap**2 / 4)
                 slack = bound.width + smallest.double() ** 2
             else:
@@ -117,7 +119,7 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
                     gap = (twice(twice(c + 1)) - twice(twice(c))) * absmax / TOP["plain"]
                 else:
                     unit = unit_of(state[f"{names[-1]}_codes"], state[f"{names[-1]}_absmax"], block)
-                    gap = (twice(c + 1) - twice(c)) * absmax / TOP["unit"] * unit
+                    gap = absmax / 127 * unit
                 bound.add(gap, torch.zeros(SIZE))
                 slack = bound.width
             if last:

@@ -129,6 +129,10 @@ INLINE vi shift_left(vi x, vi count) {
                     by_lane<vi>([&](int l) { return (uint32_t)count[l] > 31 ? 0 : (int32_t)((uint32_t)x[l] << count[l]); }));
 }
 
+INLINE vi shift_right_signed(vi x, vi count) {  // counts from 0 to 31
+  return (vi)CHOOSE(_mm512_srav_epi32((__m512i)x, (__m512i)count), _mm256_srav_epi32((__m256i)x, (__m256i)count), (x >> count));
+}
+
 INLINE vf smaller(vf a, vf b) { return a < b ? a : b; }
 INLINE vf larger(vf a, vf b) {
   return (vf)CHOOSE(_mm512_max_ps((__m512)a, (__m512)b), _mm256_max_ps((__m256)a, (__m256)b), (a > b ? a : b));

@@ -123,15 +123,15 @@ template <Rule R>
 constexpr Kind kind_of(int i) { return !is_signed<R>(i) ? Kind::root : has_second<R> ? Kind::unit : Kind::plain; }
 
 // The moments of one vector in the quadratic code.
-template <Rule R>
+template <Rule R, bool WIDE>
 INLINE void decode_quadratic(const uint8_t* const* codes, int64_t k, const Scale* scale, vf* state) {
   constexpr int states = states_of<R>;
   if constexpr (!has_second<R>) {
     state[0] = decode_plain(codes[0] + k) * scale[0].unit;
     return;
   }
-  const vf value = decode_root(codes[states - 1] + k, scale[states - 1].offset), unit = unit_of(value);
-  const vf root = value * scale[states - 1].unit;
+  const vi stored = root_bits<WIDE>(load_codes(codes[states - 1] + k), scale[states - 1]);
+  const vf root = (vf)stored, unit = (vf)unit_bits<WIDE>(stored, scale[states - 1]);
   for (int i = 0; i < states - 1; i++) state[i] = decode_unit(codes[i] + k) * (unit * scale[i].unit);
   state[states - 1] = root * root;
 }
@@ -198,7 +198,8 @@ struct Block {
         if (!WHOLE) memcpy(last[i], codes[i] + k, lanes);
         from[i] = WHOLE ? codes[i] + k : last[i];
       }
-      decode_quadratic<R>(from, 0, scale, state);
+      if (scale[states - 1].wide) decode_quadratic<R, true>(from, 0, scale, state);
+      else decode_quadratic<R, false>(from, 0, scale, state);
     } else {
 #pragma GCC unroll 3
       for (int i = 0; i < states; i++) {
@@ -259,11 +260,12 @@ struct Quadratic {
   const float* grad;
   uint8_t* codes[max_states];
   float* moment[max_states];  // scratch
-  const float* dither[max_states];
+  const float* dither;        // of the first moments, one after the other
+  const int32_t* root_dither;
   Scale scale[max_states];   // of the old state
   float absmax[max_states];  // of the new state
-  float smallest_root;
-  int64_t count;
+  int32_t least, most;       // bits of the smallest and the largest root
+  int64_t count, padded;
 
   // Move a block that is no multiple of GROUP into buffers that are, with zeros behind the count.
   void make_room(float* wide, float* gradient, uint8_t* bytes, int64_t padded) {
@@ -287,16 +289,22 @@ struct Quadratic {
     return splat((int32_t)smaller(count - k, W)) > by_lane<vi>([](int l) { return l; });
   }
 
-  template <bool EXACT>
+  INLINE_MEMBER void advance() {
+    const bool wide = scale[states - 1].wide;
+    if (count % GROUP) wide ? advance<false, true>() : advance<false, false>();
+    else wide ? advance<true, true>() : advance<true, false>();
+  }
+
+  template <bool EXACT, bool WIDE>
   INLINE_MEMBER void advance() {
     const Quadratic b = *this;
     const Scalars& s = b.scalars;
-    vi largest[max_states] = {}, least = splat(0x7fffffff);
+    vi largest[max_states] = {}, small = splat(0x7fffffff);
     for (int64_t k = 0; k < b.count; k += W) {
       if (k % 64 == 0) fetch<states>(b.param, b.grad, b.codes, k);
       const vf g = load(b.grad + k);
       vf state[max_states];
-      decode_quadratic<R>(b.codes, k, b.scale, state);
+      decode_quadratic<R, WIDE>(b.codes, k, b.scale, state);
       if constexpr (Math<R>::split) {
         Math<R>::advance(s, g, state);
       } else {
@@ -304,31 +312,40 @@ struct Quadratic {
         store(b.param + k, s.decay * load(b.param + k) - s.lr * update);
       }
       if constexpr (has_second<R>) {
-        const vi r = bits(state[states - 1] = root(state[states - 1]));
+        const vi r = magnitude_bits(state[states - 1] = root(state[states - 1]));
         largest[0] = larger(largest[0], r & valid<EXACT>(k));
-        least = smaller(least, EXACT ? r : (r | ~valid<EXACT>(k)) & 0x7fffffff);
+        small = smaller(small, EXACT ? r : (r | ~valid<EXACT>(k)) & 0x7fffffff);
       } else {
         for (int i = 0; i < states; i++) largest[i] = larger(largest[i], magnitude_bits(state[i]) & valid<EXACT>(k));
       }
       for (int i = 0; i < states; i++) store(b.moment[i] + k, state[i]);
     }
-    for (int i = 0; i < states; i++) absmax[i] = absmax_of(largest[has_second<R> ? 0 : i]);
-    const int32_t least_bits = smallest(least);
-    memcpy(&smallest_root, &least_bits, 4);
+    if constexpr (has_second<R>) least = smallest(small), most = trimtab::TRIMTAB_LEVEL::largest(largest[0]);
+    else
+      for (int i = 0; i < states; i++) absmax[i] = absmax_of(largest[i]);
   }
 
-  template <bool EXACT>
   INLINE_MEMBER void encode_roots() {
+    const bool finite = most <= EXPONENT;  // Inf: g² overflowed, but the gradient was finite
+    if (most > LARGEST_ROOT) {
+      limit_roots(moment[states - 1], count);
+      most = LARGEST_ROOT, least = least < LARGEST_ROOT ? least : LARGEST_ROOT;
+    }
+    const Scale window = window_of(least, most);
+    if (count % GROUP) window.wide ? encode_roots<false, true>(window) : encode_roots<false, false>(window);
+    else window.wide ? encode_roots<true, true>(window) : encode_roots<true, false>(window);
+    absmax[states - 1] = absmax_of(window, most);
+    if (finite) return;
+    // A block that holds a NaN is NaN in every moment: code 255 is the end of the window, the scale itself.
+    for (int j = 0; j < states; j++) absmax[j] = NAN;
+    memset(codes[states - 1], 255, count);
+  }
+
+  template <bool EXACT, bool WIDE>
+  INLINE_MEMBER void encode_roots(const Scale window) {
     constexpr int second = states - 1;
     const Quadratic b = *this;
     const Scalars& s = b.scalars;
-    float top = absmax[second];
-    if (__builtin_isinf(top)) top = keep_finite(moment[second], count);
-    top = keep_21_bits(top);
-    const bool finite = top < INFINITY;
-    const int choice = finite ? choose(smallest_root, top) : 0;
-    const Fine fine = FINE[choice];
-    const vf inverse = inverse_of(top, fine.top), lowest = splat(fine.lowest);
     vi largest[max_states] = {}, c[4];
     for (int64_t k = 0; k < b.count; k += GROUP) {
 #pragma GCC unroll 4
@@ -341,19 +358,18 @@ struct Quadratic {
           const vf update = Math<R>::update(s, load(b.grad + i), state, r);
           store(b.param + i, s.decay * load(b.param + i) - s.lr * update);
         }
-        const vf f = larger(halve(r * inverse) + load(b.dither[second] + i), lowest), per_unit = per_unit_of(f);
-        c[q] = cut(f);
+        vi stored = bits(r);
+        c[q] = root_code<WIDE>(stored, load<vi>(b.root_dither + i), window);
+        const vf per_unit = (vf)(2 * ONE - unit_bits<WIDE>(stored, window));  // 1 / unit, exactly
         for (int j = 0; j < firsts; j++) {
           const vf u = state[j] * per_unit;
           store(b.moment[j] + i, u);
           largest[j] = larger(largest[j], magnitude_bits(u) & valid<EXACT>(i));
         }
       }
-      put_roots(b.codes[second] + k, c, fine.offset);
+      put_roots(b.codes[second] + k, c);
     }
-    for (int j = 0; j < firsts; j++) absmax[j] = finite ? absmax_of(largest[j]) : NAN;  // a block is NaN in every moment
-    absmax[second] = finite ? with_choice(top, choice) : NAN;
-    if (!finite) memset(codes[second], 0, count);
+    for (int j = 0; j < firsts; j++) absmax[j] = trimtab::TRIMTAB_LEVEL::absmax_of(largest[j]);
   }
 
   INLINE_MEMBER void encode_firsts() {
@@ -366,7 +382,7 @@ struct Quadratic {
       }
       constexpr Kind kind = kind_of<R>(0);
       const vf inverse = inverse_of(top_value, top(kind));
-      const float *x = moment[j], *d = dither[j];
+      const float *x = moment[j], *d = dither + j * padded;
       uint8_t* const to = codes[j];
       const int64_t n = count;
       vi c[4];
@@ -510,8 +526,10 @@ static void run_quadratic(const Step& step) {
     const StepTensor x = step.tensors[task.tensor];
     float* const made_for = scratch + worker * room;
     float* const dither = made_for + GROUP;
+    int32_t* const root_dither = (int32_t*)(dither + Q::firsts * padded);
     if (*made_for != x.scalars->step) {
-      for (int i = 0; i < states; i++) make_dither(dither + i * padded, padded, is_signed<R>(i) ? i : SECOND, x.scalars->step);
+      for (int i = 0; i < Q::firsts; i++) make_dither(dither + i * padded, padded, i, x.scalars->step);
+      if (has_second<R>) make_dither(root_dither, padded, x.scalars->step);
       *made_for = x.scalars->step;
     }
     for (int64_t first = task.start; first < task.end; first += together * unit) {
@@ -521,7 +539,8 @@ static void run_quadratic(const Step& step) {
         Q& b = q[blocks];
         float* const buffer = dither + padded * (states + blocks * buffers);
         float* const wide = buffer + states * padded;
-        b.count = smaller(task.end - start, unit);
+        b.count = smaller(task.end - start, unit), b.padded = padded;
+        b.dither = dither, b.root_dither = root_dither;
         b.scalars = *x.scalars;
         b.param = read_param(x, start, b.count, wide);
         b.grad = read_grad(x, start, b.count, wide + padded);
@@ -532,14 +551,13 @@ static void run_quadratic(const Step& step) {
         for (int i = 0; i < states; i++) {
           b.codes[i] = (uint8_t*)x.state[i] + start;
           b.moment[i] = buffer + i * padded;
-          b.dither[i] = dither + i * padded;
           b.scale[i] = scale_of(x.absmax[i][start / unit], kind_of<R>(i));
         }
         if (b.count % GROUP) b.make_room(wide, wide + padded, (uint8_t*)(wide + 2 * padded), padded);
       }
-      for (int i = 0; i < blocks; i++) q[i].count % GROUP ? q[i].template advance<false>() : q[i].template advance<true>();
+      for (int i = 0; i < blocks; i++) q[i].advance();
       if constexpr (has_second<R>)
-        for (int i = 0; i < blocks; i++) q[i].count % GROUP ? q[i].template encode_roots<false>() : q[i].template encode_roots<true>();
+        for (int i = 0; i < blocks; i++) q[i].encode_roots();
       for (int i = 0; i < blocks; i++) q[i].encode_firsts();
       for (int i = 0; i < blocks; i++) {
         const int64_t start = first + i * unit;

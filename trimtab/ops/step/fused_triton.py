@@ -38,8 +38,8 @@ from trimtab.ops.blockwise_triton import (
     tile_shape,
     to_unit,
 )
+from trimtab.ops.step import quadratic
 from trimtab.ops.step.fused import Arguments
-from trimtab.ops.step.quadratic import FINE
 from trimtab.ops.step.rules import RULES, SCALARS
 
 UNIT = 1024  # float32 state has no blocks; this many values count as one
@@ -53,7 +53,8 @@ GRAD_SCALE, COUPLED, DECAY, LR, BETA1, GAIN1, BETA2, GAIN2, BETA3, GAIN3, DEBIAS
 )
 WIDTH = tl.constexpr(len(SCALARS))
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(fine.limit) for fine in FINE[1:])
+COARSEST, FINEST = tl.constexpr(quadratic.COARSEST), tl.constexpr(quadratic.FINEST)
+LOWEST, KNEE, LARGEST_ROOT = tl.constexpr(quadratic.LOWEST), tl.constexpr(quadratic.KNEE), tl.constexpr(float(2**63))
 
 
 def step(*arguments: Any) -> None:
@@ -321,99 +322,109 @@ def _halve(x):
 
 
 @triton.jit
-def _top(K: tl.constexpr, FORM: tl.constexpr):
+def _top(FORM: tl.constexpr):
     """The value of the largest code of a first moment, in units of code 1."""
-    return 16124.0 if FORM.has_v else 260046848.0
+    return 127.0 if FORM.has_v else 260046848.0
 
 
 @triton.jit
-def _choice(bits):
-    """The index in quadratic.FINE, from the bits of a stored absmax of roots."""
-    return bits & 3
+def _end(most, shift):
+    """The place of the first root that is not smaller, in numbers without their last `shift` bits."""
+    return ((most - 1) >> shift) + 1
 
 
 @triton.jit
-def _offset(choice):
-    return tl.where(choice == 0, 0.0, tl.where(choice == 1, 256.0, tl.where(choice == 2, 768.0, 1792.0)))
+def _low(end, shift):
+    """The first place of the window that ends at this one."""
+    return tl.maximum(end - 255, (end * 0 + LOWEST) >> shift)
 
 
 @triton.jit
-def _root_top(choice):
-    fine = tl.where(choice == 2, 1046528.0, 4190208.0)
-    return tl.where(choice == 0, 65024.0, tl.where(choice == 1, 261120.0, fine))
+def _knee(end):
+    """The bits of the number with code KNEE in a wide window."""
+    return tl.maximum((end - 125) & ~3, (LOWEST >> COARSEST) + 4 * KNEE) << COARSEST
 
 
 @triton.jit
-def _choose(smallest_bits, bits):
-    """The index in quadratic.FINE of each block's code, from the smallest root and absmax."""
-    smallest = smallest_bits.to(tl.float32, bitcast=True)
-    absmax = bits.to(tl.float32, bitcast=True)
-    choice = (smallest > absmax * LIMIT_1).to(tl.int32) + (smallest > absmax * LIMIT_2).to(tl.int32)
-    choice += (smallest > absmax * LIMIT_3).to(tl.int32)
-    return tl.where(bits < INFINITY_BITS, choice, 0)
+def _choice(least, most):
+    """0 for a wide window, else COARSEST + 1 - shift: the finest of each block that holds all its roots."""
+    choice = most * 0
+    for i in tl.static_range(COARSEST - FINEST + 1):
+        shift = COARSEST - i
+        choice = tl.where(_end(most, shift) - (least >> shift) <= 255, i + 1, choice)
+    return tl.where(most < INFINITY_BITS, choice, 0)
 
 
 @triton.jit
-def _root_value(codes, scale):
-    """The value of a root's code, in units of code 1."""
-    return _twice(codes.to(tl.float32) + _offset(_choice(scale.to(tl.int32, bitcast=True))))
+def _shift(choice):
+    return tl.where(choice == 0, COARSEST, COARSEST + 1 - choice)
+
+
+@triton.jit
+def _decode_root(codes, scale):
+    end, c = scale.to(tl.int32, bitcast=True), codes.to(tl.int32)
+    shift = _shift(end & 7)
+    near = (c + _low(end >> shift, shift)) << shift
+    far = _knee(end >> COARSEST) + ((c - KNEE) << tl.where(c < KNEE, COARSEST + 2, COARSEST))
+    return tl.where((end & 7) == 0, far, near).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _decode_quadratic(codes, scale, unit, K: tl.constexpr, FORM: tl.constexpr):
     """√v, or a first moment, as in quadratic.py. `unit` is that of the root."""
     if K == 2:
-        bits = scale.to(tl.int32, bitcast=True)
-        absmax = (bits & ~3).to(tl.float32, bitcast=True)
-        return _root_value(codes, scale) * tl.div_rn(absmax, _root_top(_choice(bits)))
+        return _decode_root(codes, scale)
     else:
         c = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        value = _twice(tl.abs(c)) - 4.0 if FORM.has_v else _twice(_twice(tl.abs(c)))
-        value = tl.where(c < 0, -value, value)
-        return value * (tl.div_rn(scale, _top(K, FORM)) * unit)
+        if not FORM.has_v:
+            value = _twice(_twice(tl.abs(c)))
+            c = tl.where(c < 0, -value, value)
+        return c * (tl.div_rn(scale, _top(FORM)) * unit)
 
 
 @triton.jit
-def _dither(at, start, K: tl.constexpr, FORM: tl.constexpr):
-    """In (0, 1), for moment K: the upper bits of a phase that advances per step and per value of a block."""
+def _phase(at, start, K: tl.constexpr, FORM: tl.constexpr):
+    """The dither of moment K, in 2^-32ths of a code: it advances per step and per value of a block."""
     step = tl.load(at.row_ptr + STEP).to(tl.int64)
     per_step: tl.constexpr = 0xD1B54A33 if K == 0 else (0xABC98389 if K == 1 else 0x8CB92BA7)
     per_value: tl.constexpr = 0x9E3779B1 if K == 0 else (0xC13FA9A9 if K == 1 else 0x91E10DA5)
     places = start + tl.arange(0, FORM.tile)[None, :].to(tl.int64)
-    return (((step * per_step + places * per_value & 0xFFFFFFFF) >> 22).to(tl.float32) + 0.5) * (1 / 1024)
+    return step * per_step + places * per_value & 0xFFFFFFFF
 
 
 @triton.jit
-def _scaled(x, bits, top):
-    """Magnitudes in units of code 1; 0 where the block is not finite."""
-    absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
-    inverse = tl.minimum(tl.div_rn(top + tl.zeros(absmax.shape, tl.float32), absmax), LARGEST)
-    return tl.where(bits < INFINITY_BITS, tl.abs(x) * inverse, 0.0)
+def _dithered_root(at, start, x, choice, most, FORM: tl.constexpr):
+    """The bits of a root with its dither, and how many of the last ones are not stored."""
+    root, knee = x.to(tl.int32, bitcast=True), _knee(_end(most, COARSEST))
+    shift = tl.where((choice == 0) & (root < knee), COARSEST + 2, _shift(choice))
+    lowest = tl.where(choice == 0, knee - (KNEE << (COARSEST + 2)), _low(_end(most, shift), shift) << shift)
+    noise = ((_phase(at, start, 2, FORM) >> 23).to(tl.int32) * 2 + 1) << (shift - 10)
+    return tl.maximum(root + noise, lowest), shift
 
 
 @triton.jit
-def _root_code(x, dither, bits, choice):
-    """o + c of roots before it is cut to a whole number."""
-    lowest = tl.where(choice == 0, 4.0, _offset(choice) + 1.0)
-    return tl.maximum(_halve(_scaled(x, bits, _root_top(choice))) + dither, lowest)
+def _encode_root(at, start, x, choice, most, FORM: tl.constexpr):
+    root, shift = _dithered_root(at, start, x, choice, most, FORM)
+    near = (root >> shift) - _low(_end(most, shift), shift)
+    far = ((root - _knee(_end(most, COARSEST))) >> shift) + KNEE
+    return tl.where(most < INFINITY_BITS, tl.where(choice == 0, far, near), 255)
 
 
 @triton.jit
-def _encode_quadratic(x, dither, bits, choice, K: tl.constexpr, FORM: tl.constexpr):
+def _encode_first(at, start, x, bits, K: tl.constexpr, FORM: tl.constexpr):
     """Codes of what `_as_kept` returns."""
-    if K == 2:
-        codes = tl.minimum((_root_code(x, dither, bits, choice) - _offset(choice)).to(tl.int32), 255)
-        return tl.where(bits < INFINITY_BITS, codes, 0)
+    dither = ((_phase(at, start, K, FORM) >> 22).to(tl.float32) - 511.5) * (1 / 1024)
+    absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
+    inverse = tl.minimum(tl.div_rn(_top(FORM) + tl.zeros(absmax.shape, tl.float32), absmax), LARGEST)
+    z = tl.where(bits < INFINITY_BITS, x * inverse, 0.0)
+    if FORM.has_v:
+        f = z + dither
     else:
-        z = _scaled(x, bits, _top(K, FORM))
-        if FORM.has_v:
-            code = _halve(z + 4.0)
-        else:
-            code = tl.minimum(tl.minimum(_halve(_halve(z)), z), z * (1 / 15) + 14 / 15)
-            code = tl.minimum(tl.minimum(code, z * (1 / 48) + 5 / 3), z * (1 / 192) + 8 / 3)
-        codes = (code + dither).to(tl.int32)
-        codes = tl.where(x.to(tl.int32, bitcast=True) < 0, -codes, codes)
-        return tl.where(bits < INFINITY_BITS, codes, 0)
+        y = tl.abs(z)
+        code = tl.minimum(tl.minimum(_halve(_halve(y)), y), y * (1 / 15) + 14 / 15)
+        code = tl.minimum(tl.minimum(code, y * (1 / 48) + 5 / 3), y * (1 / 192) + 8 / 3) + dither
+        f = tl.where((z < 0) & (code > 0), -code, code)
+    return (f + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000  # half to even
 
 
 @triton.jit
@@ -423,19 +434,21 @@ def _keep_21_bits(bits):
 
 
 @triton.jit
-def _power(value):
-    """The largest power of two in a number, as bits."""
-    return value.to(tl.int32, bitcast=True) & 0x7F800000
+def _unit(root, choice, end):
+    """The largest power of two in a stored root, as bits; in a wide window not below the knee / 2^8."""
+    lowest = tl.where(choice == 0, _knee(end) - (8 << 23), 0)
+    return tl.maximum(root, lowest) & 0x7F800000
 
 
 @triton.jit
-def _as_kept(at, start, moments, root_bits, choice, FORM: tl.constexpr):
+def _as_kept(at, start, moments, most, choice, FORM: tl.constexpr):
     """What is stored of the moments: in the quadratic code the first ones in units of the stored root."""
     m, slow, v = moments
     if FORM.roots:
-        value = _twice(_root_code(v, _dither(at, start, 2, FORM), root_bits, choice))
-        per_unit = (0x7F000000 - _power(value)).to(tl.float32, bitcast=True)  # 1 / unit, exactly
-        per_unit = tl.where(root_bits < INFINITY_BITS, per_unit, float("nan"))  # such a block is NaN in every moment
+        root, _ = _dithered_root(at, start, v, choice, most, FORM)
+        unit = _unit(root, choice, _end(most, COARSEST))
+        per_unit = (0x7F000000 - unit).to(tl.float32, bitcast=True)  # 1 / unit, exactly
+        per_unit = tl.where(most < INFINITY_BITS, per_unit, float("nan"))  # such a block is NaN in every moment
         m, slow = m * per_unit, slow * per_unit
     return m, slow, v
 
@@ -450,8 +463,9 @@ def _advance(at, start, FORM: tl.constexpr):
     g = tl.where(coupled != 0, g + coupled * p, g)
     unit = 1.0
     if FORM.roots:
-        value = _root_value(_codes(at, 2, offsets, mask, FORM), _scale(at, 2))
-        unit = _power(value).to(tl.float32, bitcast=True)
+        scale = _scale(at, 2)
+        root, end = _decode_root(_codes(at, 2, offsets, mask, FORM), scale), scale.to(tl.int32, bitcast=True)
+        unit = _unit(root.to(tl.int32, bitcast=True), end & 7, end >> COARSEST).to(tl.float32, bitcast=True)
     m = _read(at, 0, offsets, mask, unit, FORM)
     slow = _read(at, 1, offsets, mask, unit, FORM)
     v = _read(at, 2, offsets, mask, unit, FORM)
@@ -468,7 +482,7 @@ def _advance_to_store(at, start, FORM: tl.constexpr):
     m, slow, v = moments
     if FORM.roots:
         v = tl.sqrt_rn(v)
-        v = tl.where(v == float("inf"), 1.8446742e19, v)
+        v = tl.where(v > LARGEST_ROOT, LARGEST_ROOT, v)
     return p, update, (m, slow, v)
 
 
@@ -483,9 +497,10 @@ def _write(at, start, p, update, moments, bits, choice, FORM: tl.constexpr):
             if FORM.quantized == 0:
                 tl.store(_pointer(at, STATE + K, tl.float32, FORM.aligned) + offsets, moments[K], mask=mask)
             else:
-                if FORM.quantized == 2:
-                    dither = _dither(at, start, K, FORM)
-                    codes = _encode_quadratic(moments[K], dither, bits[K], choice, K, FORM)
+                if FORM.quantized == 2 and K == 2:
+                    codes = _encode_root(at, start, moments[K], choice, bits[K], FORM)
+                elif FORM.quantized == 2:
+                    codes = _encode_first(at, start, moments[K], bits[K], K, FORM)
                 else:
                     codes = nearest(to_unit(moments[K], bits[K]), at.books_ptr + (K // 2 * 2 + 1) * BOOK)
                     if K == 2:  # a positive second moment is never stored as zero
@@ -535,25 +550,26 @@ def _step_kernel(table_ptr, owner_ptr, scalars_ptr, books_ptr, block, FORM: tl.c
     choice = smallest * 0
     if FORM.roots:
         # The first moments are divided by the stored root, whose scale is known only now; then they have new scales.
-        root_bits = _keep_21_bits(bits[2])
-        choice = _choose(smallest, root_bits)
-        moments = _as_kept(at, 0, moments, root_bits, choice, FORM)
+        choice = _choice(smallest, bits[2])
+        moments = _as_kept(at, 0, moments, bits[2], choice, FORM)
         found = _largest(at, 0, moments, FORM)
         if FORM.many:
             for start in range(FORM.tile, end, FORM.tile):
                 _, _, later = _advance_to_store(at, start, FORM)
-                later = _as_kept(at, start, later, root_bits, choice, FORM)
+                later = _as_kept(at, start, later, bits[2], choice, FORM)
                 found = _larger(found, _largest(at, start, later, FORM))
         bits = (found[0], found[1], bits[2])
     if FORM.quantized == 2:
-        bits = (_keep_21_bits(bits[0]), _keep_21_bits(bits[1]), _keep_21_bits(bits[2]))
+        bits = (_keep_21_bits(bits[0]), _keep_21_bits(bits[1]), bits[2])
     _write(at, 0, p, update, moments, bits, choice, FORM)
     if FORM.many:
         for start in range(FORM.tile, end, FORM.tile):
             p, update, moments = _advance_to_store(at, start, FORM)
             _write(at, start, p, update, _as_kept(at, start, moments, bits[2], choice, FORM), bits, choice, FORM)
     if FORM.roots:
-        bits = (bits[0], bits[1], bits[2] | choice)
+        shift = _shift(choice)
+        window = (_end(bits[2], shift) << shift) | choice
+        bits = (bits[0], bits[1], tl.where(bits[2] < INFINITY_BITS, window, bits[2]))
     if FORM.quantized > 0:
         tl.debug_barrier()  # several warps may share a block: none of them may still have to read its old scale
         for K in tl.static_range(3):
