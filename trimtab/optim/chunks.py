@@ -53,7 +53,7 @@ def step_in_chunks(batch: Batch, rows: Tensor) -> None:
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
             elif group["rounding"] == "stochastic" and p.dtype != torch.float32:
                 # The same on every replica, so that replicas stay equal; different at every step.
-                seed = hash((int(numbers[i]), i, start)) & 0x7FFF_FFFF_FFFF_FFFF
+                seed = hash((int(numbers[i]), batch.where[i], start)) & 0x7FFF_FFFF_FFFF_FFFF
                 rounded = round_stochastically(wide, p.dtype, seed=seed)
             else:
                 rounded = wide.to(p.dtype)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from trimtab.ops.blockwise import count_blocks
@@ -29,10 +29,14 @@ from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
+from trimtab.optim.release import NO_HOOKS, Norm, Release, check_release
 
 __all__ = ["Batch", "Optimizer", "Options"]
 
-Key = tuple[int, int, torch.device]  # of a batch: the index of the group, the bits of its state, the device
+Key = tuple[
+    int, int, int, torch.device
+]  # of a batch: the part of the step, the group, the bits of its state, the device
+Listed = Iterable[tuple[int, int, dict[str, Any], Tensor]]  # indices of parameter and group, the group, the parameter
 RING = 100  # gradient norms that percentile clipping keeps
 
 
@@ -49,6 +53,7 @@ class Optimizer(torch.optim.Optimizer):
         self._storage: dict[Tensor, Storage] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
         self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
+        self._release: Release | None = None
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -161,54 +166,98 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. `closure` is called first, with gradients enabled."""
         loss = None
+        if self._release is not None:
+            self._check_released_step(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches = self._gather()
+        batches = self._gather(self._listed())
+        if self._release is None:
+            self._measured = []
+        else:
+            self._release.finish()
+        self._update(batches)
+        return loss
+
+    def step_in_backward(self, model: nn.Module, *, max_norm: float | None = None, norm: Norm | None = None) -> Release:
+        """From now on update each parameter of `model` during the backward pass, and free its gradient at once.
+
+        `step()` then ends an iteration; it updates what is left, such as parameters that were frozen at this call. A
+        second `backward()` before it is refused. Returns a handle with `remove()`.
+
+        Args:
+            max_norm: clip by the global norm; needs `norm`.
+            norm: "previous" clips by the norm of the previous iteration's gradients; the first one is not clipped.
+        """
+        check_release(self, model, max_norm, norm)
+        self._release = Release(self, model, max_norm)
+        self._step_supports_amp_scaling = True  # a GradScaler then calls `step` with its scale, which is refused there
+        return self._release
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        if self._release is not None:
+            raise ValueError(NO_HOOKS)
+        return super().register_step_pre_hook(hook)
+
+    def _check_released_step(self, closure: object) -> None:
+        if closure is not None:
+            raise ValueError("with step_in_backward, step() takes no closure: call loss.backward(), then step()")
+        if getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "a GradScaler scales gradients until step(), but step_in_backward has already used them; train in "
+                "bfloat16 without a scaler, or pass a constant loss_scale= to the optimizer"
+            )
+
+    def _listed(self) -> Listed:
+        """The parameters that have a gradient. One that is listed twice is updated once."""
+        where, seen = -1, set()
+        for number, group in enumerate(self.param_groups):
+            self.check_group(group)  # it may have been changed
+            for p in group["params"]:
+                where += 1
+                if p.grad is not None and p not in seen:
+                    seen.add(p)
+                    yield where, number, group, p
+
+    def _update(self, batches: list[Batch], clip: Tensor | float = 1.0) -> None:
+        """Step these tensors. `clip` is a factor on the gradients."""
         for batch in batches:
-            batch.grad_scale = (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
+            batch.grad_scale = clip * (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
         self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
         for batch, sums in zip(batches, self._measure(batches), strict=True):
             rows = self._final_rows(batch, sums)
             self._apply(batch, rows)
             self._count(batch, rows)
-        return loss
 
-    def _gather(self) -> list[Batch]:
+    def _gather(self, listed: Listed, part: int = -1) -> list[Batch]:
         batches: dict[Key, Batch] = {}
-        where, seen = -1, set()  # a parameter that is listed twice is updated once
-        for number, group in enumerate(self.param_groups):
-            self.check_group(group)  # it may have been changed
+        for where, number, group, p in listed:
+            assert p.grad is not None
             bits, block, codebook = group["bits"], group["block"], group["codebook"]
-            for p in group["params"]:
-                where += 1
-                if p.grad is None or p in seen:
-                    continue
-                seen.add(p)
-                state = self.state[p]
-                if not state:
-                    self._create(p, group, state)
-                storage = self._storage.get(p)
-                if storage is None:
-                    storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
-                changed = storage.block != block or storage.codebook != codebook
-                changed = changed or (storage.bits == 8 and group["skip_zeros"])
-                if changed or (storage.why == "bits=32") != (bits == 32):
-                    raise ValueError(
-                        f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
-                        f"but the group now has bits={bits}, block={block}, codebook={codebook!r}, "
-                        f"skip_zeros={group['skip_zeros']}; load a portable state dict into a new optimizer for that"
-                    )
-                mine = local(p)
-                key = (number, storage.bits, mine.device)  # block and codebook are the group's
-                batch = batches.get(key)
-                if batch is None:
-                    batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
-                batch.owners.append(p)
-                batch.where.append(where)
-                batch.params.append(mine)
-                batch.grads.append(_read_grad(p, p.grad, mine))
-                batch.kept.append(state)
+            state = self.state[p]
+            if not state:
+                self._create(p, group, state)
+            storage = self._storage.get(p)
+            if storage is None:
+                storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
+            changed = storage.block != block or storage.codebook != codebook
+            changed = changed or (storage.bits == 8 and group["skip_zeros"])
+            if changed or (storage.why == "bits=32") != (bits == 32):
+                raise ValueError(
+                    f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
+                    f"but the group now has bits={bits}, block={block}, codebook={codebook!r}, "
+                    f"skip_zeros={group['skip_zeros']}; load a portable state dict into a new optimizer for that"
+                )
+            mine = local(p)
+            key = (part, number, storage.bits, mine.device)  # block and codebook are the group's
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
+            batch.owners.append(p)
+            batch.where.append(where)
+            batch.params.append(mine)
+            batch.grads.append(_read_grad(p, p.grad, mine))
+            batch.kept.append(state)
         for key, batch in batches.items():
             self._check_states(batch)
             self._read_steps(key, batch)
@@ -320,7 +369,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _measure(self, batches: list[Batch]) -> list[Tensor | None]:
         found = [self.measure(batch) for batch in batches]
-        self._measured = []
         measured = [sums for sums in found if sums is not None]  # all or none
         return list(_whole(batches, measured)) if measured else found
 
@@ -398,6 +446,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._used_rules = None
         self._counts = {}
+        self._release = None  # the hooks are on the parameters of the original
         for group in self.param_groups:
             for key, value in (DEFAULTS | self.defaults).items():
                 group.setdefault(key, value)
