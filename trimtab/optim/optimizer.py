@@ -11,7 +11,7 @@ A step never waits for the device.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, overload
 
 import torch
@@ -20,9 +20,10 @@ from torch._compile import _disable_dynamo
 
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
-from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
+from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
 from trimtab.ops.step.rules import DECAY, independent_decay
+from trimtab.ops.step.split import join
 from trimtab.ops.step.storage import Batch, Storage, new_moment
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
@@ -82,7 +83,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
         """Bytes of a parameter's state besides its moments."""
-        return p.numel() * p.element_size() if group["rounding"] == "kahan" and p.dtype != torch.float32 else 0
+        if p.dtype == torch.float32:
+            return 0
+        return p.numel() * {"kahan": p.element_size(), "split": 1}.get(group["rounding"], 0)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse invalid hyper-parameters."""
@@ -260,6 +263,8 @@ class Optimizer(torch.optim.Optimizer):
             batch.kept.append(state)
         for key, batch in batches.items():
             self._check_states(batch)
+            if batch.group["rounding"] == "split":
+                _check_extra_bits(batch)
             self._read_steps(key, batch)
         return list(batches.values())
 
@@ -386,7 +391,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
-        careful = group["rounding"] != "nearest" and any(p.dtype != torch.float32 for p in batch.params)
+        fused = group["rounding"] == "nearest" or (group["rounding"] == "split" and rows.device.type == "cpu")
+        careful = not fused and any(p.dtype != torch.float32 for p in batch.params)
         if group["skip_zeros"] or careful or not batch.names:
             step_in_chunks(batch, rows)
         else:
@@ -414,6 +420,13 @@ class Optimizer(torch.optim.Optimizer):
         device = next((c.device for c in counts if c is not None), torch.device("cpu"))
         zero = torch.zeros((), device=device)
         return torch.stack([zero if c is None else c for c in counts]) if counts else torch.zeros(0)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and float32 weights of all parameters, with the extra bits of rounding="split"."""
+        params = (p for group in self.param_groups for p in group["params"])
+        for name, p in zip(self.names, params, strict=True):
+            extra = self.state[p].get("extra_bits") if p in self.state else None
+            yield name, p.detach().float() if extra is None else wrap_like(join(local(p).detach(), extra), p)
 
     def describe(self) -> Description:
         """Which tensors are quantized, which are not and why, and the bytes now and at 32 bits."""
@@ -467,6 +480,23 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
     if grad.stride() != mine.stride():
         grad = torch.empty_like(mine, dtype=grad.dtype).copy_(grad)
     return flat(grad)
+
+
+def _check_extra_bits(batch: Batch) -> None:
+    """Refuse extra bits that do not fit their parameters; make those that are missing."""
+    for p, state in zip(batch.owners, batch.kept, strict=True):
+        mine = local(p)
+        if mine.dtype != torch.bfloat16:
+            continue
+        if "extra_bits" not in state:
+            state["extra_bits"] = torch.zeros_like(mine, dtype=torch.int8)
+        extra = state["extra_bits"]
+        if extra.dtype != torch.int8 or extra.shape != mine.shape or extra.stride() != mine.stride():
+            raise ValueError(
+                f"a parameter now has shape {tuple(mine.shape)} and strides {mine.stride()}, but its extra_bits are "
+                f"{extra.dtype} with {tuple(extra.shape)} and {extra.stride()}; build a new optimizer after replacing "
+                "parameters"
+            )
 
 
 def _skips(group: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from trimtab.ops.sharding import is_dense, is_sharded, local
 from trimtab.ops.step.storage import CODINGS, Coding, Storage
 from trimtab.optim.groups import Keep
 
-Rounding = Literal["nearest", "stochastic", "kahan"]
+Rounding = Literal["nearest", "stochastic", "kahan", "split"]
 
 
 class Options(TypedDict, total=False):
@@ -158,8 +158,8 @@ def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
         )
     if p.dtype not in FLOATS:
         raise ValueError(f"{name} is {p.dtype}; state can be kept for float32, bfloat16 and float16 parameters")
-    if rounding == "stochastic" and p.dtype not in FLOATS[:2]:
-        raise ValueError(f"{name} is {p.dtype}, but stochastic rounding needs bfloat16; use rounding='kahan'")
+    if rounding in ("stochastic", "split") and p.dtype not in FLOATS[:2]:
+        raise ValueError(f"{name} is {p.dtype}, but rounding={rounding!r} needs bfloat16; use rounding='kahan'")
     mine = local(p)
     if is_sharded(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
         raise ValueError(f"{name} is a DTensor with partial sums; a parameter must be sharded or replicated")

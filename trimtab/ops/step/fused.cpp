@@ -157,13 +157,44 @@ INLINE void scale_gradient(const float* grad, const float* param, Scalars& s, in
   s.grad_scale = 1;
 }
 
+// A bfloat16 parameter with eight more bits, as in split.py.
+static float* join(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
+  const uint16_t* const param = (const uint16_t*)x.param + start;
+  for (int64_t k = 0; k < count; k += W) {
+    vh half{};
+    uint8_t extra[W] = {};
+    const int64_t lanes = smaller(count - k, W);
+    memcpy(&half, param + k, 2 * lanes);
+    memcpy(extra, x.extra + start + k, lanes);
+    const vi h = __builtin_convertvector(half, vi), magnitude = larger(((h & 0x7fff) << 8) + load_signed_codes(extra), vi{});
+    store(scratch + k, (vi)((vu)magnitude << 8 | ((vu)h & 0x8000) << 16));
+  }
+  return scratch;
+}
+static void split(const float* weights, const StepTensor& x, int64_t start, int64_t count) {
+  constexpr uint32_t PER_STEP = 0x9e3779b9, PER_VALUE = 0xc13fa9a9;
+  const uint32_t first = (uint32_t)x.scalars->step * PER_STEP + (uint32_t)start * PER_VALUE;
+  vu phase = (vu)by_lane<vi>([=](int l) { return (int32_t)(first + l * PER_VALUE); });
+  for (int64_t k = 0; k < count; k += W, phase += W * PER_VALUE) {
+    const int64_t lanes = smaller(count - k, W);
+    const vf w = load_part(weights + k, lanes);
+    const vi kept = (vi)(((vu)bits(w) + (phase >> 24)) >> 8), nearest = (kept + 128) >> 8;
+    const vh param = __builtin_convertvector(w == w ? nearest : splat(0x7fc0), vh);
+    const vb extra = __builtin_convertvector(w == w ? kept - (nearest << 8) : vi{}, vb);
+    memcpy((uint16_t*)x.param + start + k, &param, 2 * lanes);
+    memcpy(x.extra + start + k, &extra, lanes);
+  }
+}
+
 INLINE float* read_param(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
+  if (x.extra) return join(x, start, count, scratch);
   return (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, scratch);
 }
 INLINE const float* read_grad(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
   return read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, scratch);
 }
 INLINE void write_param(const float* values, const StepTensor& x, int64_t start, int64_t count) {
+  if (x.extra) return split(values, x, start, count);
   write(values, count, at(x.param, x.param_dtype, start), x.param_dtype);
 }
 

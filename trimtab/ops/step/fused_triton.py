@@ -58,6 +58,7 @@ LIMIT_1, LIMIT_2, LIMIT_3 = (tl.constexpr(fine.limit) for fine in FINE[1:])
 
 def step(*arguments: Any) -> None:
     a = Arguments(*arguments)
+    assert not a.extras, "trimtab/optim/chunks.py steps parameters with extra bits on GPUs"
     books = _books(a)
     for group in _groups(a):
         group.run(_step_kernel, a.scalars, books)

@@ -108,7 +108,11 @@ class Batch:
 
     def arguments(self, rows: Tensor) -> Arguments:
         """The arguments of the ops in trimtab.ops.step."""
-        return self._arguments(rows, self.params, self.names, str(self.rule))
+        arguments = self._arguments(rows, self.params, self.names, str(self.rule))
+        if self.group.get("rounding") != "split":
+            return arguments
+        empty = torch.empty(0, dtype=torch.int8, device=rows.device)
+        return arguments._replace(extras=[flat(state.get("extra_bits", empty)) for state in self.kept])
 
     def norms(self, rows: Tensor) -> Tensor:
         """`step_norms`: the sums of p² and of (change of p)² that a step with these rows would make."""
@@ -126,7 +130,7 @@ class Batch:
         if not all(x.is_contiguous() for x in states):
             states = [flat(x) for x in states]
         books = self.storage.books(rows.device)
-        return Arguments(params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block)
+        return Arguments(params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block, [])
 
 
 def new_moment(like: Tensor, name: str, storage: Storage, *, signed: bool, value: float = 0.0) -> dict[str, Tensor]:
