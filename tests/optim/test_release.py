@@ -20,7 +20,7 @@ from tests.optim.cases import (
     snapshot,
 )
 from trimtab import optim
-from trimtab.optim import release
+from trimtab.optim.memory import release
 
 
 class Net(nn.Module):

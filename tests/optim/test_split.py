@@ -66,10 +66,10 @@ def test_the_dither_has_no_bias():
 # --- The kernel
 
 
-@pytest.mark.parametrize("count", [1, 7, 255, 257, 2049, 10_007])
+@pytest.mark.parametrize("count", [7, 257, 10_007])
 @pytest.mark.parametrize("code", [None, "codebook", "quadratic"])
 @pytest.mark.parametrize("rule", ["adamw", "momentum", "lion", "rms"])
-def test_the_kernel_gives_the_bits_of_the_reference(rule, code, count):
+def test_the_kernel_gives_the_bits_of_the_reference(level, rule, code, count):
     x = torch.randn(count, generator=seed(1))
     x[: min(count, len(ODD))] = torch.tensor(ODD[:count])
     states = len(ops.step_rules.RULES[rule].signed)

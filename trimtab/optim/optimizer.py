@@ -29,8 +29,9 @@ from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
+from trimtab.optim.memory.offload import MappedState, Piece, check_offload
+from trimtab.optim.memory.release import NO_HOOKS, Norm, Release, check_release
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
-from trimtab.optim.release import NO_HOOKS, Norm, Release, check_release
 
 __all__ = ["Batch", "Optimizer", "Options"]
 
@@ -48,13 +49,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         given = dict(options)
-        keep = given.pop("keep32", None)
+        keep, offload = given.pop("keep32", None), given.pop("offload", None)
         self._rules: tuple[Keep, ...] = EMBEDDINGS if keep is None else as_rules(keep)  # type: ignore[arg-type]
         self._exempt: dict[Tensor, str] = {}
         self._storage: dict[Tensor, Storage] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
         self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
         self._release: Release | None = None
+        self._mapped: MappedState | None = None
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -62,6 +64,9 @@ class Optimizer(torch.optim.Optimizer):
         idle = [reason(rule) for i, rule in enumerate(self._rules) if keep is not None and i not in used]
         if idle:
             warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
+        if offload is not None:
+            folder = check_offload(offload, [p for group in self.param_groups for p in group["params"]])
+            self._mapped = MappedState(folder, type(self).__name__, [x for x in self._pieces() if x[1].numel])
 
     # --- Defined by subclasses
 
@@ -106,6 +111,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
+        if "offload" in group or getattr(self, "_mapped", None) is not None:
+            raise ValueError("offload is one folder, with room for all parameters; make the optimizer with all groups")
         own = as_rules(group.pop("keep32")) if "keep32" in group else ()
         shared = self._rules if "keep32" not in param_group or self._rules is not EMBEDDINGS else ()
         explicit = (*own, *(shared if shared is not EMBEDDINGS else ()))
@@ -243,6 +250,8 @@ class Optimizer(torch.optim.Optimizer):
             storage = self._storage.get(p)
             if storage is None:
                 storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
+            if self._mapped is not None:
+                self._mapped.settle(p, state)
             changed = storage.block != block or storage.codebook != codebook
             changed = changed or (storage.bits == 8 and group["skip_zeros"])
             if changed or (storage.why == "bits=32") != (bits == 32):
@@ -342,6 +351,20 @@ class Optimizer(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
         for name, signed in zip(self.states_of(group), RULES[self.rule_of(group)].signed, strict=False):
             state |= new_moment(mine, name, storage, signed=signed, value=self.initial(group))
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """The state tensors that are large enough for a file."""
+        names = iter(self.names)
+        for group in self.param_groups:
+            for p in group["params"]:
+                name, mine, storage = next(names), local(p), self.storage_of(p, group)
+                for moment in self.states_of(group):
+                    for key, (dtype, numel) in storage.layout(moment, mine.numel()).items():
+                        yield p, Piece(name, key, dtype, numel)
+                if mine.dtype != torch.float32 and group["rounding"] == "kahan":
+                    yield p, Piece(name, "compensation", mine.dtype, mine.numel())
+                if mine.dtype != torch.float32 and group["rounding"] == "split":
+                    yield p, Piece(name, "extra_bits", torch.int8, mine.numel())
 
     def _inspect(self, batches: list[Batch]) -> None:
         """Read the gradients' norms. A NaN in grad_scale makes the kernel skip a tensor, and `_count` counts it."""
@@ -459,6 +482,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._used_rules = None
         self._counts = {}
+        self._mapped = None  # its state is a copy in memory
         self._release = None  # the hooks are on the parameters of the original
         for group in self.param_groups:
             for key, value in (DEFAULTS | self.defaults).items():

@@ -5,6 +5,7 @@ An option that an optimizer does not support is refused, never ignored.
 
 import math
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
@@ -20,13 +21,14 @@ Rounding = Literal["nearest", "stochastic", "kahan", "split"]
 
 
 class Options(TypedDict, total=False):
-    """All but keep32 can be set per group too."""
+    """All but keep32 and offload can be set per group too."""
 
     bits: Literal[8, 32]  # of the state; 32
     block: int  # values that share a scale; 256
     min_8bit_size: int  # smaller tensors keep 32 bits; 4096
     codebook: Coding  # of 8-bit state; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
     keep32: Keep | Iterable[Keep]  # parameters with 32-bit state; by default embeddings, by their names
+    offload: str | PathLike[str] | None  # a folder: the state is kept in a memory-mapped file there
     maximize: bool
     independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
     lr_max: float | None  # the peak of the schedule; by default the learning rate given here

@@ -56,6 +56,12 @@ class Storage:
         """The keys of one moment in a parameter's state."""
         return (name,) if self.bits == 32 else (f"{name}_codes", f"{name}_absmax")
 
+    def layout(self, name: str, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Dtype and size of each tensor of one moment."""
+        sizes = [(torch.float32, numel)] if self.bits == 32 else [(torch.uint8, numel)]
+        sizes += [(torch.float32, count_blocks(numel, self.block))] if self.bits == 8 else []
+        return dict(zip(self.keys(name), sizes, strict=True))
+
 
 @dataclass(eq=False)
 class Batch:
