@@ -196,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
         second `backward()` before it is refused. Returns a handle with `remove()`.
 
         Args:
-            max_norm: clip by the global norm; needs `norm`.
+            max_norm: clip by the global norm; needs `norm`. With inf the norm is only measured: `norm` of the handle.
             norm: "previous" clips by the norm of the previous iteration's gradients; the first one is not clipped.
         """
         check_release(self, model, max_norm, norm)

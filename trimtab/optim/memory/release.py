@@ -11,6 +11,7 @@ A gradient that is complete waits until a sixteenth of the model is waiting, and
 the backward pass: one call for several tensors takes a fraction of the time of one call each.
 """
 
+import math
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,15 +58,23 @@ class Release:
         if self._optimizer._release is self:
             self._optimizer._release = None
 
+    @property
+    def _state(self) -> dict[Any, Any]:
+        """The optimizer's state. Other keys than parameters are allowed in it, but its type says otherwise."""
+        return self._optimizer.state
+
+    @property
+    def norm(self) -> Tensor:
+        """The global norm of the gradients since the last `step()`, before clipping; 0 without `max_norm`."""
+        device = self._squares[0].device if self._squares else torch.device("cpu")
+        return torch.stack([x.to(device) for x in self._squares] or [torch.zeros(())]).sum().sqrt()
+
     def finish(self) -> None:
         """The end of an iteration."""
-        self._done.clear()
-        if self._squares:
-            device = self._squares[0].device
-            norm = torch.stack([x.to(device) for x in self._squares]).sum().sqrt()
-            state: dict[Any, Any] = self._optimizer.state
+        if self._squares and self._max_norm != math.inf:
+            norm, state = self.norm, self._state
             state[PREVIOUS] = torch.where(norm.isfinite(), norm, state.get(PREVIOUS, norm))
-            self._squares = []
+        self._done, self._squares = set(), []
 
     def _receive(self, p: Tensor) -> None:
         """Called by autograd when the gradient of `p` is complete."""
@@ -99,7 +108,7 @@ class Release:
             optimizer.check_group(group)
         optimizer._measured = []
         self._large, self._values, self._small = [], 0, []
-        previous: Any = dict[Any, Any](optimizer.state).get(PREVIOUS)
+        previous = self._state.get(PREVIOUS)
         if self._max_norm is not None and previous is not None:
             self._clip = (self._max_norm / (previous + 1e-6)).clamp(max=1.0)
 
