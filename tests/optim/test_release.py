@@ -297,4 +297,17 @@ def test_a_grad_scaler_is_refused_at_its_first_step():
     scaler.scale(net(torch.ones(1, 65)).sum()).backward()
     with pytest.raises((RuntimeError, AssertionError), match="pass a constant loss_scale="):
         scaler.step(optimizer)
+    optimizer.step()  # without the scaler it continues
     handle.remove()
+
+
+def test_after_remove_a_grad_scaler_unscales_again():
+    nets = [small_model(), small_model()]
+    for net, scaled in zip(nets, (False, True), strict=True):
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        optimizer.step_in_backward(net).remove()
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        scaler.scale(net(torch.ones(1, 65)).sum()).backward()
+        scaler.step(optimizer)
+    for mine, theirs in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)

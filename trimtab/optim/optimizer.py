@@ -212,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
     def _check_released_step(self, closure: object) -> None:
         if closure is not None:
             raise ValueError("with step_in_backward, step() takes no closure: call loss.backward(), then step()")
-        if getattr(self, "grad_scale", None) is not None:
+        if self.__dict__.pop("grad_scale", None) is not None:
             raise RuntimeError(
                 "a GradScaler scales gradients until step(), but step_in_backward has already used them; train in "
                 "bfloat16 without a scaler, or pass a constant loss_scale= to the optimizer"

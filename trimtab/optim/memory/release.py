@@ -57,6 +57,7 @@ class Release:
             hook.remove()
         if self._optimizer._release is self:
             self._optimizer._release = None
+            self._optimizer._step_supports_amp_scaling = False
 
     @property
     def _state(self) -> dict[Any, Any]:
