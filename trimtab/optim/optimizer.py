@@ -111,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
-        if "offload" in group or getattr(self, "_mapped", None) is not None:
+        if "offload" in group or self._mapped is not None:
             raise ValueError("offload is one folder, with room for all parameters; make the optimizer with all groups")
         own = as_rules(group.pop("keep32")) if "keep32" in group else ()
         shared = self._rules if "keep32" not in param_group or self._rules is not EMBEDDINGS else ()
