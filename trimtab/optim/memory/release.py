@@ -7,7 +7,7 @@
 
 The gradients of the whole model never exist together. Results are those of the plain step, bit for bit.
 
-A gradient that is complete waits until a sixteenth of the model is waiting, and that of a small tensor for the end of
+A gradient that is complete waits until an eighth of the model is waiting, and that of a small tensor for the end of
 the backward pass: one call for several tensors takes a fraction of the time of one call each.
 """
 
@@ -23,7 +23,7 @@ from trimtab.ops.step import gradient_norms_unchecked
 if TYPE_CHECKING:
     from trimtab.optim.optimizer import Optimizer
 
-HOLD = 16  # a part of so many of the model may wait
+HOLD = 8  # a part of so many of the model may wait
 SMALL = 1 << 14  # values of a tensor that waits for the end
 PREVIOUS = "previous_grad_norm"  # in `optimizer.state`: a resume clips by the same norm
 Norm = Literal["previous"]
