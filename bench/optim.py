@@ -1,12 +1,13 @@
 """What the optimizers cost and what 8 bits do to their results, against PyTorch and the peers, in one run.
 
     python -m bench.optim                   everything: about ten minutes on two cores
-    python -m bench.optim --only speed      one part: speed, overhead, memory or quality
+    python -m bench.optim --only speed      one part: speed, overhead, memory, release or quality
 
 Steps go through the real `optimizer.step()`. Peers that are not installed are left out and said so (`make bench`
 installs them).
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from bench.measure import Bar, console, gpt2_shapes, interleave, must_call, peer, ratio, report, show
 from bench.quality import measure_quality
 from trimtab import optim
+from trimtab.nn import GPT, GPTConfig
 
-Part = Literal["speed", "overhead", "memory", "quality"]
+Part = Literal["speed", "overhead", "memory", "release", "quality"]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 FUSED = "torch AdamW fused, 32-bit"
 
@@ -38,6 +40,7 @@ def main(rounds: int = 9, threads: int = 2, only: Part | None = None) -> None:
         "speed": lambda: measure_speed(rounds),
         "overhead": lambda: measure_overhead(5 * rounds),
         "memory": measure_memory,
+        "release": lambda: measure_release(rounds),
         "quality": measure_quality,
     }
     missing = [name for name in ("bitsandbytes", "torchao", "optimi") if peer(name) is None]
@@ -145,6 +148,49 @@ def measure_memory() -> list[Bar]:
             bars.append(Bar(f"{name}, extra memory during a step, MB", extra, 16.0))
     console.print(table, "")
     return bars
+
+
+def measure_release(rounds: int) -> list[Bar]:
+    """An iteration with few tokens, so that the step is a large part of it: plain, and with updates during backward."""
+    tokens = torch.randint(0, 8192, (1, 16), generator=torch.Generator().manual_seed(0))
+
+    def iterate(model: GPT, optimizer: optim.Optimizer) -> None:
+        model(tokens, tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    bars = []
+    for kind in (optim.AdamW, optim.StableAdamW):
+        runs: dict[str, functools.partial[None]] = {}
+        for name in ("plain", "released"):
+            model = GPT(GPTConfig(depth=12, width=768, heads=12, context=16, vocab=8192))
+            optimizer = kind(model.named_parameters(), lr=1e-5, bits=8)
+            if name == "released":
+                optimizer.step_in_backward(model)
+            runs[name] = functools.partial(iterate, model, optimizer)
+        timings = interleave(runs, rounds)
+        show(f"iteration of a GPT with 98M parameters, {kind.__name__}", timings, baseline="plain")
+        most = {name: most_gradients(run.args[0], run) for name, run in runs.items()}
+        console.print(f"gradients at the same time: {most['plain']:.0f} MB, released {most['released']:.0f} MB\n")
+        bars.append(Bar(f"{kind.__name__} released, time over plain", ratio(timings, "released", "plain"), 1.05))
+        share = most["released"] / most["plain"]
+        bars.append(Bar(f"{kind.__name__} released, share of the gradients in memory", share, 0.25))
+    return bars
+
+
+def most_gradients(model: nn.Module, run: Callable[[], Any]) -> float:
+    """Megabytes of gradients that exist together, at most."""
+    params, most = list(model.parameters()), 0
+
+    def look(new: Tensor) -> None:
+        nonlocal most
+        most = max(most, new.nbytes + sum(p.grad.nbytes for p in params if p.grad is not None))
+
+    hooks = [p.register_hook(look) for p in params]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return most / 1e6
 
 
 def peak_growth(run: Callable[[], Any]) -> int:

@@ -512,11 +512,11 @@ def test_the_gradient_norm_finds_the_tensor_to_skip():
 def test_the_ops_pass_the_checks_of_torch_library():
     x = Tensors("adamw", [300], quantized=True)
     arguments = x.arguments([torch.ones(300)], ROWS["adamw"](steps(1)))
-    torch.library.opcheck(torch.ops.trimtab.fused_step.default, arguments)
-    torch.library.opcheck(torch.ops.trimtab.step_norms.default, arguments)
+    torch.library.opcheck(torch.ops.trimtab.fused_step.default, (*arguments, []))
+    torch.library.opcheck(torch.ops.trimtab.step_norms.default, (*arguments, []))
     torch.library.opcheck(torch.ops.trimtab.gradient_norms.default, ([torch.ones(300)],))
     torch.library.opcheck(
-        torch.ops.trimtab.gradient_ratios.default, x.ratio_arguments([torch.ones(300)], ROWS["adamw"](steps(1)))
+        torch.ops.trimtab.gradient_ratios.default, (*x.ratio_arguments([torch.ones(300)], ROWS["adamw"](steps(1))), [])
     )
 
 

@@ -304,3 +304,16 @@ def test_a_hint_names_what_is_meant(word, known, meant):
 def test_models_and_optimizers_are_imported_without_the_config_library():
     code = "import sys, trimtab.nn, trimtab.optim; assert 'msgspec' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_release_is_refused_with_what_needs_all_gradients(tmp_path):
+    release = OptimConfig(clip_norm=None, release=True)
+    with pytest.raises(ConfigError, match=r"optim.clip_norm=1.0 needs all gradients at once.*try optim.clip_norm=None"):
+        OptimConfig(release=True)
+    with pytest.raises(ConfigError, match=r"torch-adamw has no optim.release; try optim.name='adamw'"):
+        OptimConfig(name="torch-adamw", bits=32, clip_norm=None, release=True)
+    with pytest.raises(ConfigError, match=r"try watch.every=0, or optim.release=False"):
+        replace(tiny(tmp_path), optim=release)
+    quiet = replace(tiny(tmp_path).watch, every=0)
+    with pytest.raises(ConfigError, match=r"updates in every backward pass; try micro_batch=None, got 1"):
+        replace(tiny(tmp_path), optim=release, watch=quiet, micro_batch=1)

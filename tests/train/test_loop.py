@@ -28,10 +28,20 @@ from tests.train.runs import (
 )
 from trimtab.nn import ConfigError
 from trimtab.schedule import LearningRate
-from trimtab.train import BatchConfig, OptimConfig, RunError, evaluate, load_run, loop, resume, sample, train
+from trimtab.train import (
+    BatchConfig,
+    OptimConfig,
+    RunError,
+    evaluate,
+    load_run,
+    loop,
+    resume,
+    sample,
+    train,
+)
 from trimtab.train.build import build_task
 from trimtab.train.compilations import count_shapes
-from trimtab.train.config import load_config
+from trimtab.train.config import WatchConfig, load_config
 from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes
 
@@ -108,6 +118,34 @@ def test_micro_batches_add_up_to_the_batch(tmp_path):
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
     first, second = (read_log(tmp_path / name)[0]["grad_norm"] for name in ("whole", "parts"))
     assert second == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_gradient_release_changes_nothing_and_resumes_exactly(tmp_path, bits):
+    """The norms are sums in another order, and need not agree to the last bit."""
+    plain = tiny(tmp_path, optim=OptimConfig(lr=3e-3, bits=bits, clip_norm=None), watch=WatchConfig(every=0))
+    released = replace(plain, optim=replace(plain.optim, release=True))
+    for name, config in (("plain", plain), ("released", released)):
+        go(config, tmp_path / name)
+    assert losses(tmp_path / "released") == losses(tmp_path / "plain")
+    norms = [[line["grad_norm"] for line in read_log(tmp_path / name)] for name in ("plain", "released")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    half = tmp_path / "half"
+    shutil.copytree(tmp_path / "released", half)
+    resume(half, step=8, console=quiet())
+    assert losses(half) == losses(tmp_path / "plain")
+
+
+def test_release_skips_a_step_whose_loss_is_not_finite(tmp_path, monkeypatch):
+    config = tiny(tmp_path, optim=OptimConfig(clip_norm=None, release=True), watch=WatchConfig(every=0), steps=4)
+    count = itertools.count()
+
+    def spoil(loss: Any) -> Any:
+        return lambda model, batch: loss(model, batch) * (math.nan if next(count) == 1 else 1.0)
+
+    changed_task(monkeypatch, loss=spoil)
+    result = go(config, tmp_path / "run")
+    assert (result["why"], result["skipped"]) == ("done", 1)
 
 
 def test_an_evaluation_uses_micro_batches_too(tmp_path):

@@ -18,6 +18,7 @@ from trimtab.optim.groups import EMBEDDINGS, groups
 from trimtab.optim.lamb import LAMB
 from trimtab.optim.lars import LARS
 from trimtab.optim.lion import Lion
+from trimtab.optim.memory.release import Release
 from trimtab.optim.optimizer import Optimizer
 from trimtab.optim.rmsprop import RMSprop
 from trimtab.optim.sgd import SGD
@@ -38,6 +39,7 @@ __all__ = [
     "Lion",
     "Optimizer",
     "RMSprop",
+    "Release",
     "StableAdamW",
     "distributed_state_dict",
     "from_bitsandbytes",

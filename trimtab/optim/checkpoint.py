@@ -39,7 +39,8 @@ UNFLATTENED = (
 )
 PACKING = 3  # the version of the codes in packed state
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_EXTRAS = ("skipped", "grad_norms", "compensation")  # optional state besides step and moments
+_SHAPED = ("compensation", "extra_bits")  # like the parameter
+_EXTRAS = ("skipped", "grad_norms", *_SHAPED)  # optional state besides step and moments
 
 
 # --- Saving
@@ -108,7 +109,7 @@ def _to_portable(optimizer: "Optimizer", p: Tensor, group: Entry, entry: Entry) 
         portable[name] = wrap_like(moment, p)
     for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
-            portable[name] = wrap_like(entry[name], p) if name == "compensation" else entry[name]
+            portable[name] = wrap_like(entry[name], p) if name in _SHAPED else entry[name]
     return portable
 
 
@@ -235,7 +236,7 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
     for extra in (*extras, *_EXTRAS):
         if extra in entry:
             value = entry[extra]
-            result[extra] = _fit(value, to, extra) if extra == "compensation" else value.clone().to(device)
+            result[extra] = _fit(value, to, extra) if extra in _SHAPED else value.clone().to(device)
     return result
 
 

@@ -3,9 +3,11 @@
 Each chunk of a tensor is converted to float32, stepped by the same kernel, and stored again. At most CHUNK values are
 in float32 at a time, so the extra memory does not grow with the model.
 
-Rounding a bfloat16 parameter to nearest loses every update smaller than 1/256 of it. Two ways to keep them:
+Rounding a bfloat16 parameter to nearest loses every update smaller than 1/256 of it. Three ways to keep them:
     stochastic   round up with a probability equal to the distance: exact on average, no extra memory
     kahan        store the rounding error as bfloat16 and add it at the next step: 2 more bytes per parameter
+    split        store eight more bits of the weight: 1 more byte per parameter (trimtab/ops/step/split.py). On CPUs the
+                 fused kernel has it
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from torch import Tensor
 from trimtab.ops.sharding import flat, local
 from trimtab.ops.step import RULES, step_unchecked
 from trimtab.ops.step.rules import STEP
+from trimtab.ops.step.split import join, split
 from trimtab.ops.step.storage import Batch, Storage, decode_flat, encode_flat
 
 CHUNK = 1 << 18
@@ -30,30 +33,35 @@ def step_in_chunks(batch: Batch, rows: Tensor) -> None:
     length = max(storage.block, CHUNK // storage.block * storage.block)  # whole blocks
     for i, (p, g, state) in enumerate(zip(batch.params, batch.grads, batch.kept, strict=True)):
         p, g, row = p.view(-1), g.view(-1), rows[i : i + 1]
-        rest = None
+        rest = extra = None
+        if group["rounding"] == "split" and p.dtype == torch.bfloat16:
+            extra = flat(state["extra_bits"]).view(-1)
         if group["rounding"] == "kahan" and p.dtype != torch.float32:
             if "compensation" not in state:
                 state["compensation"] = torch.zeros_like(local(batch.owners[i]))
             rest = flat(state["compensation"]).view(-1)
         for start in range(0, p.numel(), length):
             here = slice(start, start + length)
-            wide = p[here].float()
+            wide = p[here].float() if extra is None else join(p[here], extra[here])
             if rest is not None:
                 wide += rest[here]
             moments = _load(state, batch, here) or [torch.zeros_like(wide) for _ in signed]
             before = [x.clone() for x in (wide, *moments)] if group["skip_zeros"] else []
-            step_unchecked([wide], [g[here]], moments, [], row, *books, rule, storage.code, storage.block)
+            step_unchecked([wide], [g[here]], moments, [], row, *books, rule, storage.code, storage.block, [])
             for x, old in zip((wide, *moments), before, strict=False):
                 x.copy_(torch.where(g[here] == 0, old, x))
             moved = row.isfinite().all()  # a skipped tensor does not change, nor do its codes
             if batch.names:
                 _store(moments, state, batch, here, moved, step=row[0, STEP].long())
-            if rest is not None:
+            if extra is not None:
+                rounded, new = split(wide, step=row[0, STEP].long(), start=start)
+                extra[here] = torch.where(moved, new, extra[here])
+            elif rest is not None:
                 rounded = wide.to(p.dtype)
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
             elif group["rounding"] == "stochastic" and p.dtype != torch.float32:
                 # The same on every replica, so that replicas stay equal; different at every step.
-                seed = hash((int(numbers[i]), i, start)) & 0x7FFF_FFFF_FFFF_FFFF
+                seed = hash((int(numbers[i]), batch.where[i], start)) & 0x7FFF_FFFF_FFFF_FFFF
                 rounded = round_stochastically(wide, p.dtype, seed=seed)
             else:
                 rounded = wide.to(p.dtype)

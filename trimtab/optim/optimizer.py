@@ -11,28 +11,34 @@ A step never waits for the device.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
-from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like
+from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
 from trimtab.ops.step.rules import DECAY, independent_decay
+from trimtab.ops.step.split import join
 from trimtab.ops.step.storage import Batch, Storage, new_moment
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
+from trimtab.optim.memory.offload import MappedState, Piece, check_offload
+from trimtab.optim.memory.release import NO_HOOKS, Norm, Release, check_release
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
 
 __all__ = ["Batch", "Optimizer", "Options"]
 
-Key = tuple[int, int, torch.device]  # of a batch: the index of the group, the bits of its state, the device
+Key = tuple[
+    int, int, int, torch.device
+]  # of a batch: the part of the step, the group, the bits of its state, the device
+Listed = Iterable[tuple[int, int, dict[str, Any], Tensor]]  # indices of parameter and group, the group, the parameter
 RING = 100  # gradient norms that percentile clipping keeps
 
 
@@ -43,12 +49,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         given = dict(options)
-        keep = given.pop("keep32", None)
+        keep, offload = given.pop("keep32", None), given.pop("offload", None)
         self._rules: tuple[Keep, ...] = EMBEDDINGS if keep is None else as_rules(keep)  # type: ignore[arg-type]
         self._exempt: dict[Tensor, str] = {}
         self._storage: dict[Tensor, Storage] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
         self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
+        self._release: Release | None = None
+        self._mapped: MappedState | None = None
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -56,6 +64,9 @@ class Optimizer(torch.optim.Optimizer):
         idle = [reason(rule) for i, rule in enumerate(self._rules) if keep is not None and i not in used]
         if idle:
             warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
+        if offload is not None:
+            folder = check_offload(offload, [p for group in self.param_groups for p in group["params"]])
+            self._mapped = MappedState(folder, type(self).__name__, [x for x in self._pieces() if x[1].numel])
 
     # --- Defined by subclasses
 
@@ -77,7 +88,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def extra_bytes(self, p: Tensor, group: dict[str, Any]) -> int:
         """Bytes of a parameter's state besides its moments."""
-        return p.numel() * p.element_size() if group["rounding"] == "kahan" and p.dtype != torch.float32 else 0
+        if p.dtype == torch.float32:
+            return 0
+        return p.numel() * {"kahan": p.element_size(), "split": 1}.get(group["rounding"], 0)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse invalid hyper-parameters."""
@@ -98,6 +111,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
+        if "offload" in group or self._mapped is not None:
+            raise ValueError("offload is one folder, with room for all parameters; make the optimizer with all groups")
         own = as_rules(group.pop("keep32")) if "keep32" in group else ()
         shared = self._rules if "keep32" not in param_group or self._rules is not EMBEDDINGS else ()
         explicit = (*own, *(shared if shared is not EMBEDDINGS else ()))
@@ -161,56 +176,104 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. `closure` is called first, with gradients enabled."""
         loss = None
+        if self._release is not None:
+            self._check_released_step(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches = self._gather()
+        batches = self._gather(self._listed())
+        if self._release is None:
+            self._measured = []
+        else:
+            self._release.finish()
+        self._update(batches)
+        return loss
+
+    def step_in_backward(self, model: nn.Module, *, max_norm: float | None = None, norm: Norm | None = None) -> Release:
+        """From now on update each parameter of `model` during the backward pass, and free its gradient at once.
+
+        `step()` then ends an iteration; it updates what is left, such as parameters that were frozen at this call. A
+        second `backward()` before it is refused. Returns a handle with `remove()`.
+
+        Args:
+            max_norm: clip by the global norm; needs `norm`. With inf the norm is only measured: `norm` of the handle.
+            norm: "previous" clips by the norm of the previous iteration's gradients; the first one is not clipped.
+        """
+        check_release(self, model, max_norm, norm)
+        self._release = Release(self, model, max_norm)
+        self._step_supports_amp_scaling = True  # a GradScaler then calls `step` with its scale, which is refused there
+        return self._release
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        if self._release is not None:
+            raise ValueError(NO_HOOKS)
+        return super().register_step_pre_hook(hook)
+
+    def _check_released_step(self, closure: object) -> None:
+        if closure is not None:
+            raise ValueError("with step_in_backward, step() takes no closure: call loss.backward(), then step()")
+        if self.__dict__.pop("grad_scale", None) is not None:
+            raise RuntimeError(
+                "a GradScaler scales gradients until step(), but step_in_backward has already used them; train in "
+                "bfloat16 without a scaler, or pass a constant loss_scale= to the optimizer"
+            )
+
+    def _listed(self) -> Listed:
+        """The parameters that have a gradient. One that is listed twice is updated once."""
+        where, seen = -1, set()
+        for number, group in enumerate(self.param_groups):
+            self.check_group(group)  # it may have been changed
+            for p in group["params"]:
+                where += 1
+                if p.grad is not None and p not in seen:
+                    seen.add(p)
+                    yield where, number, group, p
+
+    def _update(self, batches: list[Batch], clip: Tensor | float = 1.0) -> None:
+        """Step these tensors. `clip` is a factor on the gradients."""
         for batch in batches:
-            batch.grad_scale = (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
+            batch.grad_scale = clip * (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
         self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
         for batch, sums in zip(batches, self._measure(batches), strict=True):
             rows = self._final_rows(batch, sums)
             self._apply(batch, rows)
             self._count(batch, rows)
-        return loss
 
-    def _gather(self) -> list[Batch]:
+    def _gather(self, listed: Listed, part: int = -1) -> list[Batch]:
         batches: dict[Key, Batch] = {}
-        where, seen = -1, set()  # a parameter that is listed twice is updated once
-        for number, group in enumerate(self.param_groups):
-            self.check_group(group)  # it may have been changed
+        for where, number, group, p in listed:
+            assert p.grad is not None
             bits, block, codebook = group["bits"], group["block"], group["codebook"]
-            for p in group["params"]:
-                where += 1
-                if p.grad is None or p in seen:
-                    continue
-                seen.add(p)
-                state = self.state[p]
-                if not state:
-                    self._create(p, group, state)
-                storage = self._storage.get(p)
-                if storage is None:
-                    storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
-                changed = storage.block != block or storage.codebook != codebook
-                changed = changed or (storage.bits == 8 and group["skip_zeros"])
-                if changed or (storage.why == "bits=32") != (bits == 32):
-                    raise ValueError(
-                        f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
-                        f"but the group now has bits={bits}, block={block}, codebook={codebook!r}, "
-                        f"skip_zeros={group['skip_zeros']}; load a portable state dict into a new optimizer for that"
-                    )
-                mine = local(p)
-                key = (number, storage.bits, mine.device)  # block and codebook are the group's
-                batch = batches.get(key)
-                if batch is None:
-                    batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
-                batch.owners.append(p)
-                batch.where.append(where)
-                batch.params.append(mine)
-                batch.grads.append(_read_grad(p, p.grad, mine))
-                batch.kept.append(state)
+            state = self.state[p]
+            if not state:
+                self._create(p, group, state)
+            storage = self._storage.get(p)
+            if storage is None:
+                storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
+            if self._mapped is not None:
+                self._mapped.settle(p, state)
+            changed = storage.block != block or storage.codebook != codebook
+            changed = changed or (storage.bits == 8 and group["skip_zeros"])
+            if changed or (storage.why == "bits=32") != (bits == 32):
+                raise ValueError(
+                    f"the state was made with {storage.why}, block={storage.block}, codebook={storage.codebook!r}, "
+                    f"but the group now has bits={bits}, block={block}, codebook={codebook!r}, "
+                    f"skip_zeros={group['skip_zeros']}; load a portable state dict into a new optimizer for that"
+                )
+            mine = local(p)
+            key = (part, number, storage.bits, mine.device)  # block and codebook are the group's
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
+            batch.owners.append(p)
+            batch.where.append(where)
+            batch.params.append(mine)
+            batch.grads.append(_read_grad(p, p.grad, mine))
+            batch.kept.append(state)
         for key, batch in batches.items():
             self._check_states(batch)
+            if batch.group["rounding"] == "split":
+                _check_extra_bits(batch)
             self._read_steps(key, batch)
         return list(batches.values())
 
@@ -289,6 +352,20 @@ class Optimizer(torch.optim.Optimizer):
         for name, signed in zip(self.states_of(group), RULES[self.rule_of(group)].signed, strict=False):
             state |= new_moment(mine, name, storage, signed=signed, value=self.initial(group))
 
+    def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
+        """The state tensors that are large enough for a file."""
+        names = iter(self.names)
+        for group in self.param_groups:
+            for p in group["params"]:
+                name, mine, storage = next(names), local(p), self.storage_of(p, group)
+                for moment in self.states_of(group):
+                    for key, (dtype, numel) in storage.layout(moment, mine.numel()).items():
+                        yield p, Piece(name, key, dtype, numel)
+                if mine.dtype != torch.float32 and group["rounding"] == "kahan":
+                    yield p, Piece(name, "compensation", mine.dtype, mine.numel())
+                if mine.dtype != torch.float32 and group["rounding"] == "split":
+                    yield p, Piece(name, "extra_bits", torch.int8, mine.numel())
+
     def _inspect(self, batches: list[Batch]) -> None:
         """Read the gradients' norms. A NaN in grad_scale makes the kernel skip a tensor, and `_count` counts it."""
         if not batches:
@@ -320,7 +397,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _measure(self, batches: list[Batch]) -> list[Tensor | None]:
         found = [self.measure(batch) for batch in batches]
-        self._measured = []
         measured = [sums for sums in found if sums is not None]  # all or none
         return list(_whole(batches, measured)) if measured else found
 
@@ -338,7 +414,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
-        careful = group["rounding"] != "nearest" and any(p.dtype != torch.float32 for p in batch.params)
+        fused = group["rounding"] == "nearest" or (group["rounding"] == "split" and rows.device.type == "cpu")
+        careful = not fused and any(p.dtype != torch.float32 for p in batch.params)
         if group["skip_zeros"] or careful or not batch.names:
             step_in_chunks(batch, rows)
         else:
@@ -366,6 +443,13 @@ class Optimizer(torch.optim.Optimizer):
         device = next((c.device for c in counts if c is not None), torch.device("cpu"))
         zero = torch.zeros((), device=device)
         return torch.stack([zero if c is None else c for c in counts]) if counts else torch.zeros(0)
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and float32 weights of all parameters, with the extra bits of rounding="split"."""
+        params = (p for group in self.param_groups for p in group["params"])
+        for name, p in zip(self.names, params, strict=True):
+            extra = self.state[p].get("extra_bits") if p in self.state else None
+            yield name, p.detach().float() if extra is None else wrap_like(join(local(p).detach(), extra), p)
 
     def describe(self) -> Description:
         """Which tensors are quantized, which are not and why, and the bytes now and at 32 bits."""
@@ -398,6 +482,8 @@ class Optimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._used_rules = None
         self._counts = {}
+        self._mapped = None  # its state is a copy in memory
+        self._release = None  # the hooks are on the parameters of the original
         for group in self.param_groups:
             for key, value in (DEFAULTS | self.defaults).items():
                 group.setdefault(key, value)
@@ -418,6 +504,23 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
     if grad.stride() != mine.stride():
         grad = torch.empty_like(mine, dtype=grad.dtype).copy_(grad)
     return flat(grad)
+
+
+def _check_extra_bits(batch: Batch) -> None:
+    """Refuse extra bits that do not fit their parameters; make those that are missing."""
+    for p, state in zip(batch.owners, batch.kept, strict=True):
+        mine = local(p)
+        if mine.dtype != torch.bfloat16:
+            continue
+        if "extra_bits" not in state:
+            state["extra_bits"] = torch.zeros_like(mine, dtype=torch.int8)
+        extra = state["extra_bits"]
+        if extra.dtype != torch.int8 or extra.shape != mine.shape or extra.stride() != mine.stride():
+            raise ValueError(
+                f"a parameter now has shape {tuple(mine.shape)} and strides {mine.stride()}, but its extra_bits are "
+                f"{extra.dtype} with {tuple(extra.shape)} and {extra.stride()}; build a new optimizer after replacing "
+                "parameters"
+            )
 
 
 def _skips(group: dict[str, Any]) -> bool:

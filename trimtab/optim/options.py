@@ -5,6 +5,7 @@ An option that an optimizer does not support is refused, never ignored.
 
 import math
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
@@ -16,17 +17,18 @@ from trimtab.ops.sharding import is_dense, is_sharded, local
 from trimtab.ops.step.storage import CODINGS, Coding, Storage
 from trimtab.optim.groups import Keep
 
-Rounding = Literal["nearest", "stochastic", "kahan"]
+Rounding = Literal["nearest", "stochastic", "kahan", "split"]
 
 
 class Options(TypedDict, total=False):
-    """All but keep32 can be set per group too."""
+    """All but keep32 and offload can be set per group too."""
 
     bits: Literal[8, 32]  # of the state; 32
     block: int  # values that share a scale; 256
     min_8bit_size: int  # smaller tensors keep 32 bits; 4096
     codebook: Coding  # of 8-bit state; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
     keep32: Keep | Iterable[Keep]  # parameters with 32-bit state; by default embeddings, by their names
+    offload: str | PathLike[str] | None  # a folder: the state is kept in a memory-mapped file there
     maximize: bool
     independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
     lr_max: float | None  # the peak of the schedule; by default the learning rate given here
@@ -158,8 +160,8 @@ def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
         )
     if p.dtype not in FLOATS:
         raise ValueError(f"{name} is {p.dtype}; state can be kept for float32, bfloat16 and float16 parameters")
-    if rounding == "stochastic" and p.dtype not in FLOATS[:2]:
-        raise ValueError(f"{name} is {p.dtype}, but stochastic rounding needs bfloat16; use rounding='kahan'")
+    if rounding in ("stochastic", "split") and p.dtype not in FLOATS[:2]:
+        raise ValueError(f"{name} is {p.dtype}, but rounding={rounding!r} needs bfloat16; use rounding='kahan'")
     mine = local(p)
     if is_sharded(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
         raise ValueError(f"{name} is a DTensor with partial sums; a parameter must be sharded or replicated")

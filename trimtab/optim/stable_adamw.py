@@ -66,7 +66,8 @@ class StableAdamW(Optimizer):
         return batch.rows(**averages, eps=group["eps"], decay=decay, lr=eta / (1 - averages["beta1"] ** t))
 
     def measure(self, batch: Batch) -> Tensor:
-        return batch.ratios(self.rows(batch, None)).view(-1, 1)
+        averages = adam_averages(batch.group["betas"], batch.t, batch.group["beta2_power"])
+        return batch.ratios(batch.rows(**averages, eps=batch.group["eps"])).view(-1, 1)
 
     @property
     def rms(self) -> Tensor:

@@ -172,6 +172,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 def _make_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
     adam: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     state: dict[str, Any] = {"bits": config.bits, "codebook": config.codebook, "block": config.block}
+    state |= {"skip_nonfinite": True} if config.release else {}  # the loop sees a gradient when it is too late
     match config.name:
         case "torch-adamw":
             if config.independent_decay:

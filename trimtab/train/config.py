@@ -54,6 +54,7 @@ class OptimConfig:
     block: int = 256  # values that share a scale, in 8-bit state
     beta2_power: float | None = None  # beta2 = 1 - step^-power instead of a constant (stable-adamw)
     clip_norm: float | None = 1.0  # of all gradients together
+    release: bool = False  # update parameters during the backward pass, and free each gradient at once
 
     def __post_init__(self) -> None:
         _check_fields(self, "optim.")
@@ -74,6 +75,13 @@ class OptimConfig:
             raise ConfigError(f"optim.beta2_power belongs to stable-adamw, got optim.name={self.name!r}")
         if self.name == "torch-adamw" and self.bits != 32:
             raise ConfigError("optim.name='torch-adamw' keeps 32-bit state; try optim.bits=32")
+        if self.release and self.name == "torch-adamw":
+            raise ConfigError("torch-adamw has no optim.release; try optim.name='adamw'")
+        if self.release and self.clip_norm is not None:
+            raise ConfigError(
+                f"optim.clip_norm={self.clip_norm} needs all gradients at once, and optim.release frees each of them "
+                "during the backward pass; try optim.clip_norm=None with optim.name='stable-adamw'"
+            )
         if self.block < 1:
             raise ConfigError(f"optim.block={self.block} is too small; try optim.block=256")
         if self.name == "torch-adamw" and (self.codebook, self.block) != ("quadratic", 256):
@@ -213,6 +221,12 @@ class RunConfig:
         if micro is not None and (micro < 1 or self.batch % micro):
             raise ConfigError(
                 f"micro_batch={micro} does not divide batch={self.batch}; try {math.gcd(micro, self.batch)}"
+            )
+        if self.optim.release and micro is not None:
+            raise ConfigError(f"optim.release updates in every backward pass; try micro_batch=None, got {micro}")
+        if self.optim.release and self.watch.every:
+            raise ConfigError(
+                "optim.release frees the gradients that the watcher measures; try watch.every=0, or optim.release=False"
             )
         for name in ("seqlen", "batch"):
             try:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
+from trimtab.optim import Release
 from trimtab.runs import Clock, End, EventKind, Result, RunError, RunLog, StepRecord
 from trimtab.train.build import Task, build_optimizer, build_task, check_data, split
 from trimtab.train.checkpoint import Checkpoints
@@ -137,6 +138,7 @@ class _Run:
         self.optimizer = build_optimizer(self.model, config.optim)
         self.options = [{k: x for k, x in g.items() if not k.startswith("param")} for g in self.optimizer.param_groups]
         self.watcher = Watcher(config, self.model, self.optimizer, log)
+        self.release = _release(config, self.model, self.optimizer, group)
         self.rollbacks: dict[int, int] = {}  # by the step of the checkpoint
         self.compiled: Any = torch.compile(self.model, dynamic=False) if config.compile else self.model
         _check_sizes(config, group.world)
@@ -256,7 +258,7 @@ class _Run:
         norm = self._clip()
         # A finite loss can have gradients that are not finite, and one such step would destroy the weights.
         finite = bool(loss.isfinite()) and math.isfinite(norm)
-        if finite:
+        if finite or self.release is not None:  # with release, it only ends the iteration
             self.optimizer.step()
             self.task.after_step()
         else:
@@ -266,7 +268,8 @@ class _Run:
         self.state.skipped_in_a_row = 0 if finite else self.state.skipped_in_a_row + 1
         if not finite:
             self.state.skipped += 1
-            reason = "the loss or its gradient is not finite; weights and optimizer state are unchanged"
+            what = "weights and optimizer state" if self.release is None else "the tensors where it is not"
+            reason = f"the loss or its gradient is not finite; {what} are unchanged"
             self._report(EventKind.SKIPPED, f"skipped: {reason}", step=step, reason=reason)
         clock.step, clock.samples = step, clock.samples + size
         clock.tokens += size * self.lengths.tokens_at(step)
@@ -294,13 +297,16 @@ class _Run:
         for i, part in enumerate(parts):
             with self.group.accumulate(self.model, i == len(parts) - 1), self.autocast():
                 loss = self.task.loss(self.compiled, part) / len(parts)
-                loss.backward()
+                if self.release is None or bool(loss.isfinite()):
+                    loss.backward()
             total += loss.detach()
         return self.group.mean(total)
 
     def _clip(self) -> float:
         """Clip the gradients and return their norm before. A norm that is not finite leaves them as they are, so that
         the watcher can name the tensor."""
+        if self.release is not None:
+            return float(self.release.norm)
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         found: Any = nn.utils.get_total_norm([p.grad for p in params])
         norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
@@ -451,6 +457,18 @@ class _Run:
         for group, options in zip(self.optimizer.param_groups, self.options, strict=True):
             group.update({k: x for k, x in options.items() if k != "betas" or not self.watcher.lowers_beta2})
         return saved
+
+
+def _release(config: RunConfig, model: nn.Module, optimizer: Any, group: Processes) -> Release | None:
+    if not config.optim.release:
+        return None
+    if group.world > 1:
+        raise ConfigError(
+            f"optim.release updates before gradients are averaged over the {group.world} processes; start one, or try "
+            "optim.release=False"
+        )
+    released: Release = optimizer.step_in_backward(model, max_norm=math.inf, norm="previous")
+    return released
 
 
 def _facts(task: Task) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import torch
 
 from trimtab.nn import CLIPConfig, ConfigError, GPTConfig
 from trimtab.nn.config import TransformerConfig
+from trimtab.optim.memory.release import HOLD
 from trimtab.optim.options import DEFAULTS, choose_storage
 from trimtab.train.config import CLIPRun, GPTRun, OptimConfig, RunConfig, with_model
 from trimtab.train.processes import Processes
@@ -116,7 +117,7 @@ def _estimate(config: Known, world: int, sharded: bool) -> Memory:
     shards = world if sharded else 1
     return Memory(
         weights=_weights(config) // shards,
-        gradients=_weights(config) // shards,
+        gradients=_weights(config) // (HOLD if config.optim.release else 1) // shards,
         optimizer=_optimizer_state(config) // shards,
         activations=_activations(config, micro, length) + share * _data(config),
         accumulates=micro < rows or (world > 1 and not sharded),

@@ -126,7 +126,8 @@ void dequantize(Address codes, Address absmax, int64_t count, int64_t block, Add
 std::vector<StepTensor> step_tensors(const std::vector<Address>& params, const std::vector<Address>& grads,
                                      const std::vector<Address>& states, const std::vector<Address>& absmax,
                                      const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
-                                     const std::vector<int>& grad_dtypes, Address scalars) {
+                                     const std::vector<int>& grad_dtypes, const std::vector<Address>& extras,
+                                     Address scalars) {
   std::vector<StepTensor> tensors(grads.size());
   const size_t total = tensors.size(), kept = total ? states.size() / total : 0;
   for (size_t t = 0; t < total; t++) {
@@ -137,6 +138,7 @@ std::vector<StepTensor> step_tensors(const std::vector<Address>& params, const s
     x.scalars = (const Scalars*)scalars + t;
     x.param_dtype = params.empty() ? Dtype::float32 : (Dtype)param_dtypes[t];
     x.grad_dtype = (Dtype)grad_dtypes[t];
+    x.extra = extras.empty() ? nullptr : (uint8_t*)extras[t];
     for (size_t k = 0; k < max_states; k++) {
       x.state[k] = k < kept ? (void*)states[k * total + t] : nullptr;
       x.absmax[k] = k < kept && !absmax.empty() ? (float*)absmax[k * total + t] : nullptr;
@@ -148,10 +150,10 @@ std::vector<StepTensor> step_tensors(const std::vector<Address>& params, const s
 std::vector<double> step(int rule, const std::vector<Address>& params, const std::vector<Address>& grads,
                          const std::vector<Address>& states, const std::vector<Address>& absmax,
                          const std::vector<int64_t>& counts, const std::vector<int>& param_dtypes,
-                         const std::vector<int>& grad_dtypes, Address scalars, int64_t block, Address signed_book,
-                         int signed_entries, Address unsigned_book, int unsigned_entries, bool quadratic, int pass,
-                         int threads) {
-  auto tensors = step_tensors(params, grads, states, absmax, counts, param_dtypes, grad_dtypes, scalars);
+                         const std::vector<int>& grad_dtypes, const std::vector<Address>& extras, Address scalars,
+                         int64_t block, Address signed_book, int signed_entries, Address unsigned_book,
+                         int unsigned_entries, bool quadratic, int pass, int threads) {
+  auto tensors = step_tensors(params, grads, states, absmax, counts, param_dtypes, grad_dtypes, extras, scalars);
   std::vector<double> sums((Pass)pass == Pass::update ? 0 : max_sums * tensors.size());
   const Codebook s = open_codebook(signed_book, signed_entries), u = open_codebook(unsigned_book, unsigned_entries);
   active->step({(Rule)rule, tensors.data(), (int64_t)tensors.size(), block, &s, &u, !absmax.empty(), quadratic,
@@ -161,7 +163,7 @@ std::vector<double> step(int rule, const std::vector<Address>& params, const std
 
 std::vector<double> gradient_norms(const std::vector<Address>& grads, const std::vector<int64_t>& counts,
                                    const std::vector<int>& dtypes, int threads) {
-  auto tensors = step_tensors({}, grads, {}, {}, counts, {}, dtypes, 0);
+  auto tensors = step_tensors({}, grads, {}, {}, counts, {}, dtypes, {}, 0);
   std::vector<double> sums(max_sums * tensors.size()), squares(tensors.size());
   active->gradient_norms({Rule::adamw, tensors.data(), (int64_t)tensors.size(), 0, nullptr, nullptr, false, false,
                           Pass::norms, sums.data(), threads});
@@ -170,7 +172,7 @@ std::vector<double> gradient_norms(const std::vector<Address>& grads, const std:
 }
 
 void traffic(Address param, Address grad, Address m, Address v, int64_t count, bool quantized, int threads) {
-  auto tensors = step_tensors({param}, {grad}, {m, v}, {}, {count}, {0}, {0}, 0);
+  auto tensors = step_tensors({param}, {grad}, {m, v}, {}, {count}, {0}, {0}, {}, 0);
   active->traffic({Rule::adamw, tensors.data(), 1, 0, nullptr, nullptr, quantized, false, Pass::update, nullptr, threads});
 }
 

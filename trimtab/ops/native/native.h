@@ -48,6 +48,7 @@ struct StepTensor {
   int64_t count;
   const Scalars* scalars;
   Dtype param_dtype, grad_dtype;
+  uint8_t* extra;  // int8: eight more bits of a bfloat16 parameter, or null
 };
 
 struct Step {

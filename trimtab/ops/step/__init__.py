@@ -3,6 +3,7 @@
 rules.py      the equations and their coefficients
 fused.py      the op; its kernels are fused.cpp and fused_triton.py
 quadratic.py  the 8-bit code of the state
+split.py      bfloat16 parameters with eight more bits
 storage.py    how the state of many tensors is stored
 """
 

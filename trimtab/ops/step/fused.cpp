@@ -157,13 +157,55 @@ INLINE void scale_gradient(const float* grad, const float* param, Scalars& s, in
   s.grad_scale = 1;
 }
 
+// A bfloat16 parameter with eight more bits, as in split.py.
+INLINE vf join(vh param, const uint8_t* extra) {
+  const vi h = __builtin_convertvector(param, vi), magnitude = larger(((h & 0x7fff) << 8) + load_signed_codes(extra), vi{});
+  return (vf)((vu)magnitude << 8 | ((vu)h & 0x8000) << 16);
+}
+static float* join(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
+  const uint16_t* const param = (const uint16_t*)x.param + start;
+  const uint8_t* const extra = x.extra + start;
+  int64_t k = 0;
+  for (; k + W <= count; k += W) store(scratch + k, join(load<vh>(param + k), extra + k));
+  if (k < count) {
+    vh last{};
+    uint8_t bytes[W] = {};
+    memcpy(&last, param + k, 2 * (count - k));
+    memcpy(bytes, extra + k, count - k);
+    store(scratch + k, join(last, bytes));
+  }
+  return scratch;
+}
+static void split(const float* weights, const StepTensor& x, int64_t start, int64_t count) {
+  constexpr uint32_t PER_STEP = 0x9e3779b9, PER_VALUE = 0xc13fa9a9;
+  const uint32_t first = (uint32_t)x.scalars->step * PER_STEP + (uint32_t)start * PER_VALUE;
+  vu phase = (vu)by_lane<vi>([=](int l) { return (int32_t)(first + l * PER_VALUE); });
+  uint16_t* const to = (uint16_t*)x.param + start;
+  uint8_t* const more = x.extra + start;
+  for (int64_t k = 0; k < count; k += W, phase += W * PER_VALUE) {
+    const vf w = load_part(weights + k, count - k);
+    const vi kept = (vi)(((vu)bits(w) + (phase >> 24)) >> 8), nearest = (kept + 128) >> 8;
+    const vh param = __builtin_convertvector(w == w ? nearest : splat(0x7fc0), vh);
+    const vb extra = __builtin_convertvector(w == w ? kept - (nearest << 8) : vi{}, vb);
+    if (k + W <= count) {
+      store(to + k, param);
+      store(more + k, extra);
+    } else {
+      memcpy(to + k, &param, 2 * (count - k));
+      memcpy(more + k, &extra, count - k);
+    }
+  }
+}
+
 INLINE float* read_param(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
+  if (x.extra) return join(x, start, count, scratch);
   return (float*)read(at(x.param, x.param_dtype, start), x.param_dtype, count, scratch);
 }
 INLINE const float* read_grad(const StepTensor& x, int64_t start, int64_t count, float* scratch) {
   return read(at(x.grad, x.grad_dtype, start), x.grad_dtype, count, scratch);
 }
 INLINE void write_param(const float* values, const StepTensor& x, int64_t start, int64_t count) {
+  if (x.extra) return split(values, x, start, count);
   write(values, count, at(x.param, x.param_dtype, start), x.param_dtype);
 }
 

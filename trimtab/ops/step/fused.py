@@ -29,6 +29,7 @@ from trimtab.ops.codebook import load_codebook
 from trimtab.ops.native import table
 from trimtab.ops.step.quadratic import decode_moments, encode_moments
 from trimtab.ops.step.rules import BETA2, COUPLED, DECAY, EPS, GAIN2, GRAD_SCALE, LR, RULES, SCALARS, STEP, Moments, Row
+from trimtab.ops.step.split import join, split
 
 Code = Literal["codebook", "quadratic"]
 Tensors = Sequence[Tensor]
@@ -42,6 +43,7 @@ class Stored(TypedDict, total=False):
     code: Code  # "codebook"; "quadratic" is that of quadratic.py
     signed: Tensor | None  # the codebook of first moments; by default that of load_codebook
     unsigned: Tensor | None  # of second moments
+    extras: Tensors | None  # eight more bits of each bfloat16 parameter, int8 (split.py); empty for float32
 
 
 class Arguments(NamedTuple):
@@ -57,6 +59,7 @@ class Arguments(NamedTuple):
     rule: str
     code: str
     block: int
+    extras: Tensors = ()  # none, or one per parameter
 
 
 def fused_step(
@@ -127,7 +130,11 @@ def step_reference(*arguments: Any) -> None:
             continue
         states, scales = a.states[i :: len(a.params)], a.absmax[i :: len(a.params)]
         p, update, moments = _advance(a, i, row)
-        a.params[i].copy_(row[DECAY] * p - row[LR] * update)
+        p = row[DECAY] * p - row[LR] * update
+        if a.extras and a.extras[i].numel():
+            p, extra = split(p, step=int(row[STEP]))
+            a.extras[i].copy_(extra)
+        a.params[i].copy_(p)
         if not scales:
             stored: list[tuple[Tensor, ...]] = [(moment,) for moment in moments]
         elif a.code == "quadratic":
@@ -169,6 +176,8 @@ def gradient_norms_reference(grads: Tensors) -> Tensor:
 def _advance(a: Arguments, i: int, row: Row) -> tuple[Tensor, Tensor, Moments]:
     """Decode and apply the rule: the old parameter, the update and the new moments, all in float32."""
     p, g = a.params[i].float(), a.grads[i].float() * row[GRAD_SCALE]
+    if a.extras and a.extras[i].numel():
+        p = join(a.params[i], a.extras[i])
     if row[COUPLED] != 0:
         g = g + row[COUPLED] * p
     update, moments = RULES[a.rule].update(p, g, *_decode(a, i), row)
@@ -210,6 +219,7 @@ def _check(
     code: str = "codebook",
     signed: Tensor | None = None,
     unsigned: Tensor | None = None,
+    extras: Tensors | None = None,
     writes: bool = True,
 ) -> Arguments:
     if rule not in RULES:
@@ -251,30 +261,40 @@ def _check(
             if absmax is not None:
                 blocks, why = (count_blocks(p.numel(), block),), f"one per block of {block}"
                 check_tensor("absmax" + name, absmax[k][i], dtypes=(torch.float32,), shape=blocks, because=why)
+    for i, (p, extra) in enumerate(zip(params, extras or (), strict=extras is not None)):
+        kept = p.dtype == torch.bfloat16
+        if kept or extra.numel():
+            check_tensor(f"extras[{i}]", extra, dtypes=(torch.int8,), shape=p.shape, because="that of its parameter")
+            check_tensor(f"params[{i}]", p, dtypes=(torch.bfloat16,))
     flat_states = [s for tensors in states for s in tensors]
     flat_absmax = [a for tensors in absmax or () for a in tensors]
-    named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax}
+    more = list(extras or ())
+    named = {"params": params, "grads": grads, "states": flat_states, "absmax": flat_absmax, "extras": more}
     tensors = {f"{name}[{i}]": x for name, group in named.items() for i, x in enumerate(group)}
     if count:
         check_same_device(**tensors, scalars=scalars, signed=signed, unsigned=unsigned)
     if writes:
         check_disjoint(**tensors)
     block = min(block, max([1, *(p.numel() for p in params)]))  # a longer block is the same block
-    return Arguments(list(params), list(grads), flat_states, flat_absmax, scalars, signed, unsigned, rule, code, block)
+    books = (signed, unsigned)
+    return Arguments(list(params), list(grads), flat_states, flat_absmax, scalars, *books, rule, code, block, more)
 
 
 # The ops without checks: checking hundreds of tensors takes longer than updating them, and an optimizer makes its own
 # states. Mutated tensors are marked in the schema.
 _REST = "Tensor scalars, Tensor signed, Tensor unsigned, str rule, str code, SymInt block"
-_READS = f"(Tensor[] params, Tensor[] grads, Tensor[] states, Tensor[] absmax, {_REST}) -> Tensor"
-_WRITES = f"(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] states, Tensor(a3!)[] absmax, {_REST}) -> ()"
+_READS = f"(Tensor[] params, Tensor[] grads, Tensor[] states, Tensor[] absmax, {_REST}, Tensor[] extras) -> Tensor"
+_WRITES = (
+    f"(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] states, Tensor(a3!)[] absmax, {_REST}, "
+    "Tensor(a10!)[] extras) -> ()"
+)
 
 
 def _define(name: str, function: Any, schema: str, mutates: tuple[str, ...] = ()) -> Any:
     return torch.library.custom_op(f"trimtab::{name}", function, mutates_args=mutates, schema=schema)
 
 
-_step = _define("fused_step", step_reference, _WRITES, ("params", "states", "absmax"))
+_step = _define("fused_step", step_reference, _WRITES, ("params", "states", "absmax", "extras"))
 norms_unchecked = _define("step_norms", norms_reference, _READS)
 ratios_unchecked = _define("gradient_ratios", ratios_reference, _READS)
 gradient_norms_unchecked = _define("gradient_norms", gradient_norms_reference, "(Tensor[] grads) -> Tensor")
@@ -321,10 +341,11 @@ def _call_native(what: str, a: Arguments) -> list[float]:
     addresses = ([x.data_ptr() for x in tensors] for tensors in a[:4])
     counts = [p.numel() for p in a.params]
     dtypes = ([backends.DTYPE_CODES[x.dtype] for x in tensors] for tensors in a[:2])
+    extras = [x.data_ptr() for x in a.extras]  # 0 of an empty one
     books = (a.signed.data_ptr(), a.signed.numel(), a.unsigned.data_ptr(), a.unsigned.numel())
     rest = (a.code == "quadratic", table.PASSES.index(what), torch.get_num_threads())
     rule, scalars = _RULE_CODES[a.rule], a.scalars.data_ptr()
-    return backends.native.step(rule, *addresses, counts, *dtypes, scalars, a.block, *books, *rest)
+    return backends.native.step(rule, *addresses, counts, *dtypes, extras, scalars, a.block, *books, *rest)
 
 
 if backends.native is not None:

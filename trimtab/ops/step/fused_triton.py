@@ -59,6 +59,7 @@ LOWEST, KNEE, LARGEST_ROOT = tl.constexpr(quadratic.LOWEST), tl.constexpr(quadra
 
 def step(*arguments: Any) -> None:
     a = Arguments(*arguments)
+    assert not a.extras, "trimtab/optim/chunks.py steps parameters with extra bits on GPUs"
     books = _books(a)
     for group in _groups(a):
         group.run(_step_kernel, a.scalars, books)

@@ -56,6 +56,12 @@ class Storage:
         """The keys of one moment in a parameter's state."""
         return (name,) if self.bits == 32 else (f"{name}_codes", f"{name}_absmax")
 
+    def layout(self, name: str, numel: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Dtype and size of each tensor of one moment."""
+        sizes = [(torch.float32, numel)] if self.bits == 32 else [(torch.uint8, numel)]
+        sizes += [(torch.float32, count_blocks(numel, self.block))] if self.bits == 8 else []
+        return dict(zip(self.keys(name), sizes, strict=True))
+
 
 @dataclass(eq=False)
 class Batch:
@@ -108,7 +114,11 @@ class Batch:
 
     def arguments(self, rows: Tensor) -> Arguments:
         """The arguments of the ops in trimtab.ops.step."""
-        return self._arguments(rows, self.params, self.names, str(self.rule))
+        arguments = self._arguments(rows, self.params, self.names, str(self.rule))
+        if self.group.get("rounding") != "split":
+            return arguments
+        empty = torch.empty(0, dtype=torch.int8, device=rows.device)
+        return arguments._replace(extras=[flat(state.get("extra_bits", empty)) for state in self.kept])
 
     def norms(self, rows: Tensor) -> Tensor:
         """`step_norms`: the sums of p² and of (change of p)² that a step with these rows would make."""
@@ -126,7 +136,7 @@ class Batch:
         if not all(x.is_contiguous() for x in states):
             states = [flat(x) for x in states]
         books = self.storage.books(rows.device)
-        return Arguments(params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block)
+        return Arguments(params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block, [])
 
 
 def new_moment(like: Tensor, name: str, storage: Storage, *, signed: bool, value: float = 0.0) -> dict[str, Tensor]:
