@@ -58,18 +58,24 @@ def examine() -> Report:
 
 
 def _machine() -> dict[str, str]:
-    native, flags = str(backends.native_missing), _cpu_flags()
+    native = str(backends.native_missing)
     if backends.native is not None:
         native = f"{', '.join(backends.native.levels())}; built from sources {backends.native.SOURCES[:12]}"
     return {
         "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()} in PyTorch",
-        "features": ", ".join(name for name in FEATURES if name in flags) or "none that the kernels use",
+        "features": ", ".join(cpu_features()) or "none that the kernels use",
         "native kernels": native,
         "threads": str(torch.get_num_threads()),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
     }
+
+
+def cpu_features() -> list[str]:
+    """The instruction sets of this CPU that the kernels use."""
+    flags = _cpu_flags()
+    return [name for name in FEATURES if name in flags]
 
 
 def _version(package: str) -> str:
