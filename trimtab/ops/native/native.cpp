@@ -216,6 +216,7 @@ NB_MODULE(_native, m) {
   });
   m.def("level", [] { return std::string(active->level); });
   m.def("set_level", &set_level);
+  m.def("share_threads", &share_threads);
   m.def("has_matmul", [] { return active->matmul != nullptr; });
   m.def("has_closed_form", [](Address values, int count) { return recognise((const float*)values, count) != Codebook::any; });
   m.def("prefer_huge_pages", &prefer_huge_pages);

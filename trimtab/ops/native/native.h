@@ -114,6 +114,9 @@ struct Kernels {
 // fingerprint.cpp; the same at every level.
 uint64_t fingerprint(const uint8_t* data, int64_t bytes, int threads);
 
+// Whether kernels run on PyTorch's OpenMP threads from now on: if that is allowed and they are there.
+bool share_threads(bool allowed);
+
 // Run body(context, task, worker) for every task on up to `threads` threads.
 void run_tasks(int64_t tasks, int threads, void (*body)(void*, int64_t task, int worker), void* context);
 
