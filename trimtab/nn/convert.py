@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from trimtab.nn.kinds import LinearKind, why_too_large
-from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
+from trimtab.nn.linear import Linear, SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
 # The paper keeps the output layer in float. A Hugging Face model has get_output_embeddings(); other heads, and routers
@@ -128,7 +128,7 @@ def _why_kept(
         return "not among `only`"
     if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
         return f"already {module.kind}; revert_linears(model) first"
-    if type(module) is not nn.Linear and not _is_conv1d(module):
+    if type(module) not in (nn.Linear, Linear) and not _is_conv1d(module):
         return f"a {type(module).__name__}, which has its own forward"
     if id(module.weight) in tied:
         return "its weight is shared with an embedding"
@@ -171,7 +171,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 def _plain(module: SwitchBackLinear | SwitchBackConv1D) -> nn.Module:
     if isinstance(module, SwitchBackLinear):
-        return _with_parameters_of(module, nn.Linear(module.in_features, module.out_features, device="meta"))
+        return _with_parameters_of(module, Linear(module.in_features, module.out_features, device="meta"))
     if module.original is None:
         raise ValueError("this SwitchBackConv1D was not converted from a Conv1D, so it cannot be reverted")
     return _with_parameters_of(module, module.original(module.nf, module.nx))

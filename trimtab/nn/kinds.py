@@ -32,6 +32,7 @@ from trimtab.ops.int8 import (
     quantize_rowwise,
     quantize_tensorwise,
 )
+from trimtab.ops.product import product_tn
 
 LinearKind = Literal[
     "float", "switchback", "switchback-m", "switchback-q", "llm-int8", "fp8-tensorwise", "fp8-switchback"
@@ -63,7 +64,7 @@ class SwitchBack:
         return int8_matmul(codes, weight[0], absmax, weight[1], dtype=g.dtype)
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
-        return g.t() @ kept[0]
+        return product_tn(g, kept[0])
 
     # Rounded operands, for statistics and tests.
 
@@ -87,7 +88,7 @@ class SwitchBackM(SwitchBack):
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         codes, absmax = kept
-        return g.t() @ dequantize(codes, absmax[:, None], dtype=g.dtype)
+        return product_tn(g, dequantize(codes, absmax[:, None], dtype=g.dtype))
 
 
 class SwitchBackQ(SwitchBack):

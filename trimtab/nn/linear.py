@@ -21,6 +21,7 @@ from trimtab.nn.rounding import Rounding
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.fingerprint import fingerprint
 from trimtab.ops.int8 import NEVER, gains_from
+from trimtab.ops.product import linear
 
 When = Literal["always", "faster"]
 _REMEDY = "use nn.Linear: revert_linears(model) puts the plain layers back"
@@ -122,7 +123,7 @@ class _Quantized(nn.Module):
         elif x.dtype != w.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {w.dtype}; cast one, or use torch.autocast")
         if self.int8_from > x.numel() // self.in_features:
-            return nn.functional.linear(x, w, bias)
+            return linear(x, w, bias)
         _check_not_transformed(w)
         if self.rounding is not None:
             by_row, rows = self.products.by_row, x.detach().reshape(-1, self.in_features).contiguous()
@@ -201,6 +202,13 @@ def _check_not_transformed(w: Tensor) -> None:
         )
 
 
+class Linear(nn.Linear):
+    """nn.Linear with the fastest float32 products of this CPU (ops/product.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
     """nn.Linear with quantized products.
 
@@ -246,17 +254,17 @@ class SwitchBackConv1D(_Quantized):
         return self.weight.t()
 
 
-def init_linear(linear: nn.Linear, std: float | None = None) -> None:
+def init_linear(layer: nn.Linear, std: float | None = None) -> None:
     """Truncated normal with standard deviation `std`, by default 1 / sqrt(fan in) (Wortsman et al. 2023b, section 2).
 
     Truncation at two deviations reduces the deviation; `CUT_STD` corrects that, as in Flax's lecun_normal. Biases: 0.
     """
-    wide = (std if std is not None else 1 / math.sqrt(linear.in_features)) / CUT_STD
-    nn.init.trunc_normal_(linear.weight, std=wide, a=-2 * wide, b=2 * wide)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
+    wide = (std if std is not None else 1 / math.sqrt(layer.in_features)) / CUT_STD
+    nn.init.trunc_normal_(layer.weight, std=wide, a=-2 * wide, b=2 * wide)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def build_linear(n_in: int, n_out: int, *, bias: bool = True, kind: LinearKind = "float") -> nn.Linear:
-    """Create nn.Linear or a quantized linear layer."""
-    return nn.Linear(n_in, n_out, bias) if kind == "float" else SwitchBackLinear(n_in, n_out, bias, kind=kind)
+    """Create a plain or a quantized linear layer."""
+    return Linear(n_in, n_out, bias) if kind == "float" else SwitchBackLinear(n_in, n_out, bias, kind=kind)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.nn.tap import tap
+from trimtab.ops.product import product_nn, product_nt, product_tn
 
 # B batch, T time, N tokens, D width, V vocabulary
 
@@ -95,11 +96,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # products would run at two thirds of the speed.
             for start in range(0, len(x), rows):
                 part = slice(start, start + rows)
-                y_VN = (weight @ x[part].t()).to(wide)
+                y_VN = product_nt(weight, x[part]).to(wide)
                 ce[part], logz[part] = _score_(y_VN, index[part], valid[part], z_loss)
                 slope_VN = y_VN.to(x.dtype)  # no copy if float32
                 if grad_x is not None:
-                    grad_x[part] = slope_VN.t() @ weight
+                    grad_x[part] = product_tn(slope_VN, weight)
                 if needs[1]:
                     grad_weight = _add_product(grad_weight, slope_VN, x[part])
             zero = ce.new_zeros(())
@@ -138,10 +139,8 @@ def _score_(y_VN: Tensor, index: Tensor, valid: Tensor, z_loss: float) -> tuple[
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in at least float32. The first product is the total: zeros would cost a pass over memory."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    if total is None:
-        return (a @ b).to(wide)
-    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
+    new = product_nn(a, b).to(torch.promote_types(a.dtype, torch.float32))
+    return new if total is None else total.add_(new)
 
 
 def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -109,6 +110,27 @@ def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
     if native is not None and native.has_matmul():
         return "native", f"{why}; {native.level()} int16 pairs"
     return "reference", f"{why}; {native_missing or 'exact float32 products'}"
+
+
+@cache
+def float_product() -> tuple[Literal["onednn", "torch"], str]:
+    """The library of large float32 products on this CPU (ops/product.py), and the reason."""
+    if native is None or native.levels()[0] != "avx512":
+        return "torch", "PyTorch's own products"
+    if not (torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported()):
+        return "torch", "PyTorch has no oneDNN with AVX-512 here"
+    if cpu_vendor() in ("GenuineIntel", ""):
+        return "torch", "MKL uses AVX-512 on CPUs of Intel"
+    return "onednn", f"oneDNN and native: MKL uses no AVX-512 on a CPU of {cpu_vendor()}"
+
+
+def cpu_vendor() -> str:
+    """The vendor's name in /proc/cpuinfo, such as AuthenticAMD; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

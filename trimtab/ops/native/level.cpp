@@ -2,6 +2,7 @@
 #include "blockwise.cpp"
 #include "gelu.cpp"
 #include "int8.cpp"
+#include "product.cpp"
 #include "step/fused.cpp"
 
 namespace trimtab::TRIMTAB_LEVEL {
@@ -11,6 +12,7 @@ namespace trimtab::TRIMTAB_LEVEL {
 
 extern const Kernels kernels = {
     NAME(TRIMTAB_LEVEL), quantize, dequantize, step, gradient_norms, traffic, quantize_int8, rescale, gelu,
+    product,
 #ifdef __AVX2__
     matmul,
 #else

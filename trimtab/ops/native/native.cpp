@@ -201,6 +201,10 @@ void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int th
   active->gelu({(const void*)x, (const void*)grad, (void*)out, (Dtype)dtype, count, threads});
 }
 
+void product(Address a, Address b, Address out, int64_t inner, int64_t rows, int64_t columns, int threads) {
+  active->product({(const float*)a, (const float*)b, (float*)out, inner, rows, columns, threads});
+}
+
 }  // namespace
 }  // namespace trimtab
 
@@ -230,5 +234,6 @@ NB_MODULE(_native, m) {
   run("rescale", &rescale);
   run("matmul", &matmul);
   run("gelu", &gelu);
+  run("product", &product);
   run("fingerprint", [](Address data, int64_t bytes, int threads) { return fingerprint((const uint8_t*)data, bytes, threads); });
 }

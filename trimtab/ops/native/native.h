@@ -1,6 +1,6 @@
 // Shared by the kernels: argument types, the list of kernels of one instruction set, and threads.
 //
-// blockwise.cpp, gelu.cpp, int8.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
+// blockwise.cpp, gelu.cpp, int8.cpp, product.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
 // namespace TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the
 // whole library, possibly with instructions that this CPU does not have.
 #pragma once
@@ -90,6 +90,13 @@ struct Matmul {
   Rescale rescale;  // its total is not used: the sums never leave the registers
 };
 
+struct Product {
+  const float *a, *b;  // [inner, rows] and [inner, columns]
+  float* out;          // a^T b
+  int64_t inner, rows, columns;
+  int threads;
+};
+
 struct Gelu {
   const void *x, *grad;  // forward where grad is null, else backward
   void* out;
@@ -108,6 +115,7 @@ struct Kernels {
   void (*quantize_int8)(const QuantizeInt8&);
   void (*rescale)(const Rescale&);
   void (*gelu)(const Gelu&);
+  void (*product)(const Product&);
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 
