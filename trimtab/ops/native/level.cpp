@@ -3,6 +3,7 @@
 #include "gelu.cpp"
 #include "int8.cpp"
 #include "product.cpp"
+#include "attention.cpp"
 #include "step/fused.cpp"
 
 namespace trimtab::TRIMTAB_LEVEL {
@@ -12,7 +13,7 @@ namespace trimtab::TRIMTAB_LEVEL {
 
 extern const Kernels kernels = {
     NAME(TRIMTAB_LEVEL), quantize, dequantize, step, gradient_norms, traffic, quantize_int8, rescale, gelu,
-    product,
+    product, attend,
 #ifdef __AVX2__
     matmul,
 #else

@@ -205,6 +205,19 @@ void product(Address a, Address b, Address out, int64_t inner, int64_t rows, int
   active->product({(const float*)a, (const float*)b, (float*)out, inner, rows, columns, threads});
 }
 
+// Every tensor as address and strides (batch, time, head); an empty list where there is none.
+Strided strided(const std::vector<int64_t>& x) {
+  return x.empty() ? Strided{} : Strided{(const float*)x[0], x[1], x[2], x[3]};
+}
+
+void attend(const std::vector<std::vector<int64_t>>& tensors, Address logsum, int64_t batch, int64_t time, int64_t heads,
+            int64_t width, double scale, bool causal, int threads) {
+  Strided s[8] = {};
+  for (size_t i = 0; i < tensors.size() && i < 8; i++) s[i] = strided(tensors[i]);
+  active->attend({s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], (float*)logsum, batch, time, heads, width, (float)scale,
+                  causal, threads});
+}
+
 }  // namespace
 }  // namespace trimtab
 
@@ -235,5 +248,6 @@ NB_MODULE(_native, m) {
   run("matmul", &matmul);
   run("gelu", &gelu);
   run("product", &product);
+  run("attend", &attend);
   run("fingerprint", [](Address data, int64_t bytes, int threads) { return fingerprint((const uint8_t*)data, bytes, threads); });
 }

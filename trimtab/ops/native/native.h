@@ -1,6 +1,6 @@
 // Shared by the kernels: argument types, the list of kernels of one instruction set, and threads.
 //
-// blockwise.cpp, gelu.cpp, int8.cpp, product.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
+// attention.cpp, blockwise.cpp, gelu.cpp, int8.cpp, product.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
 // namespace TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the
 // whole library, possibly with instructions that this CPU does not have.
 #pragma once
@@ -97,6 +97,22 @@ struct Product {
   int threads;
 };
 
+// A tensor [batch, time, heads, width] whose last dimension is contiguous; the other strides in values.
+struct Strided {
+  const float* data;
+  int64_t batch, time, head;
+};
+
+struct Attend {
+  Strided q, k, v, out;
+  Strided grad, dq, dk, dv;  // backward where grad has data; then out is not used
+  float* logsum;             // [batch, heads, time], written forward and read backward
+  int64_t batch, time, heads, width;
+  float scale;
+  bool causal;
+  int threads;
+};
+
 struct Gelu {
   const void *x, *grad;  // forward where grad is null, else backward
   void* out;
@@ -116,6 +132,7 @@ struct Kernels {
   void (*rescale)(const Rescale&);
   void (*gelu)(const Gelu&);
   void (*product)(const Product&);
+  void (*attend)(const Attend&);
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 
