@@ -5,9 +5,9 @@
 The attention logits z are quadratic in the size of the parameters; if they grow without bound, training diverges. With
 unit gains, normalised queries and keys keep |z| <= sqrt(head width).
 
-The output always comes from a fused kernel (ops/attention.py), which does not store the logits. For listeners of the tap "logits"
-they are computed separately, so listening cannot change a run. Squared-ReLU attention has no fused kernel: it stores
-them.
+The output always comes from a fused kernel (ops/float32/attention.py or PyTorch's), which does not store the logits.
+For listeners of the tap "logits" they are computed separately, so listening cannot change a run. Squared-ReLU attention
+has no fused kernel: it stores them.
 
 Wortsman et al. 2023b, sections 2 and 3 (Small-scale proxies); "whole" is the KQ-norm of Wortsman et al. 2023a.
 """
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from trimtab.nn.config import TransformerConfig
 from trimtab.nn.linear import build_linear, init_linear
 from trimtab.nn.tap import has_listener, tap
-from trimtab.ops.attention import attention, attention_packed
+from trimtab.ops.float32.attention import attention, attention_packed
 
 ROPE_BASE = 10_000.0
 

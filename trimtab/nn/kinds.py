@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
+from trimtab.ops.float32.product import product_tn
 from trimtab.ops.int8 import (
     MAX_INNER,
     dequantize,
@@ -32,7 +33,6 @@ from trimtab.ops.int8 import (
     quantize_rowwise,
     quantize_tensorwise,
 )
-from trimtab.ops.product import product_tn
 
 LinearKind = Literal[
     "float", "switchback", "switchback-m", "switchback-q", "llm-int8", "fp8-tensorwise", "fp8-switchback"

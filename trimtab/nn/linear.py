@@ -18,12 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.nn.kinds import LinearKind, SwitchBack, Tensors, make_kind, why_too_large
 from trimtab.nn.rounding import Rounding
+from trimtab.nn.tuning import NEVER, int8_from
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.fingerprint import fingerprint
-from trimtab.ops.int8 import NEVER, gains_from
-from trimtab.ops.product import linear
+from trimtab.ops.float32.product import linear
 
-When = Literal["always", "faster"]
+When = Literal["always", "faster"] | int
 _REMEDY = "use nn.Linear: revert_linears(model) puts the plain layers back"
 CUT_STD = 0.87962566103423978  # standard deviation of a unit normal truncated at ±2
 _SAMPLES = 4096  # values of a frozen weight that are compared in every call
@@ -97,8 +97,9 @@ class _Quantized(nn.Module):
         why = why_too_large(kind, n_in, n_out)
         if why is not None:
             raise ValueError(f"{why}; use nn.Linear for this layer, or split it")
-        if when not in ("always", "faster"):
-            raise ValueError(f"when must be 'always' or 'faster', got {when!r}")
+        is_number = isinstance(when, int) and not isinstance(when, bool) and when >= 0
+        if when not in ("always", "faster") and not is_number:
+            raise ValueError(f"when must be 'always', 'faster' or a number of tokens, got {when!r}")
         self.kind, self.threshold, self.when = kind, threshold, when
         self.products = make_kind(kind, threshold)
         self.rounding: Rounding | None = None  # set while rounding errors are measured (rounding.py)
@@ -110,10 +111,16 @@ class _Quantized(nn.Module):
 
     @property
     def int8_from(self) -> int:
-        """The smallest number of tokens that is quantized; fewer run as in nn.Linear."""
-        if self.when == "always" or self.kind.startswith("fp8") or self.weight.device.type != "cpu":
+        """The smallest number of tokens that is quantized; fewer run as in nn.Linear.
+
+        With `when="faster"` it is measured at the first use (tuning.py), and does not change afterwards.
+        """
+        if self.when == "always" or self.kind.startswith("fp8") or self.weight.device.type not in ("cpu", "meta"):
             return 0
-        return gains_from(self.in_features, self.out_features)
+        if self.when == "faster":
+            self.when = int8_from(self.in_features, self.out_features)
+        assert isinstance(self.when, int)
+        return self.when
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
@@ -203,7 +210,7 @@ def _check_not_transformed(w: Tensor) -> None:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with the fastest float32 products of this CPU (ops/product.py)."""
+    """nn.Linear with the fastest float32 products of this CPU (ops/float32/product.py)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
@@ -215,7 +222,8 @@ class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
     Args:
         kind: one of kinds.py; "switchback" is int8 without quantizing the weight gradient.
         threshold: for "llm-int8": input columns with a larger value are multiplied in float; 0 disables it.
-        when: "always" quantizes every call; "faster" runs calls with too few tokens to benefit in float.
+        when: "always" quantizes every call; "faster" runs calls with too few tokens to benefit in float, as measured
+            on this machine (tuning.py); a number of tokens repeats a choice.
     """
 
     def __init__(
@@ -231,6 +239,7 @@ class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
         when: When = "always",
     ) -> None:
         self._set_kind(in_features, out_features, kind, threshold, when)
+        self.original: Callable[..., nn.Linear] = Linear  # the class that revert_linears puts back
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
 
     def matrix(self) -> Tensor:

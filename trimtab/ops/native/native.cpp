@@ -205,6 +205,12 @@ void product(Address a, Address b, Address out, int64_t inner, int64_t rows, int
   active->product({(const float*)a, (const float*)b, (float*)out, inner, rows, columns, threads});
 }
 
+void score(Address logits, Address index, Address valid, Address ce, Address logz, int64_t classes, int64_t tokens,
+           double z_loss, int threads) {
+  active->score({(float*)logits, (const int64_t*)index, (const bool*)valid, (float*)ce, (float*)logz, classes, tokens,
+                 (float)z_loss, threads});
+}
+
 // Every tensor as address and strides (batch, time, head); an empty list where there is none.
 Strided strided(const std::vector<int64_t>& x) {
   return x.empty() ? Strided{} : Strided{(const float*)x[0], x[1], x[2], x[3]};
@@ -249,5 +255,6 @@ NB_MODULE(_native, m) {
   run("gelu", &gelu);
   run("product", &product);
   run("attend", &attend);
+  run("score", &score);
   run("fingerprint", [](Address data, int64_t bytes, int threads) { return fingerprint((const uint8_t*)data, bytes, threads); });
 }

@@ -1,6 +1,6 @@
 // Shared by the kernels: argument types, the list of kernels of one instruction set, and threads.
 //
-// attention.cpp, blockwise.cpp, gelu.cpp, int8.cpp, product.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
+// blockwise.cpp, gelu.cpp, int8.cpp and those of float32 and step are compiled once per instruction set, each time in its own
 // namespace TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the
 // whole library, possibly with instructions that this CPU does not have.
 #pragma once
@@ -113,6 +113,16 @@ struct Attend {
   int threads;
 };
 
+struct Score {
+  float* logits;  // [classes, tokens]; overwritten with the gradient
+  const int64_t* index;
+  const bool* valid;
+  float *ce, *logz;
+  int64_t classes, tokens;
+  float z_loss;
+  int threads;
+};
+
 struct Gelu {
   const void *x, *grad;  // forward where grad is null, else backward
   void* out;
@@ -133,6 +143,7 @@ struct Kernels {
   void (*gelu)(const Gelu&);
   void (*product)(const Product&);
   void (*attend)(const Attend&);
+  void (*score)(const Score&);
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 

@@ -74,7 +74,8 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, causal: bool, scale: float) -> Tensor:
         qkv = qkv if qkv.stride(-1) == 1 else qkv.contiguous()
-        y, logsum = _forward(*qkv.unbind(-3), causal, scale)
+        q, k, v = qkv.unbind(-3)
+        y, logsum = _forward(q, k, v, causal, scale)
         ctx.save_for_backward(qkv, logsum)
         ctx.causal, ctx.scale = causal, scale
         return y
@@ -93,9 +94,9 @@ class _Packed(torch.autograd.Function):
 def _is_served(*tensors: Tensor) -> bool:
     first = tensors[0]
     return (
-        backends.native is not None
+        not torch.compiler.is_compiling()
+        and backends.native is not None
         and backends.native.level() != "baseline"
-        and not torch.compiler.is_compiling()
         and all(type(x) is Tensor and x.shape == first.shape and x.dtype == torch.float32 for x in tensors)
         and first.device.type == "cpu"
         and first.dim() == 4
@@ -111,16 +112,14 @@ def _is_served(*tensors: Tensor) -> bool:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     assert backends.native is not None
-    batch, time, heads, width = q.shape
+    batch, time, heads, _ = q.shape
     y, logsum = torch.empty(q.shape, dtype=q.dtype), torch.empty(batch, heads, time)
     tensors = [_place(x) for x in (q, k, v, y)]
     backends.native.attend(tensors, logsum.data_ptr(), *q.shape, scale, causal, torch.get_num_threads())
     return y, logsum
 
 
-def _backward(
-    qkv: list[Tensor], g: Tensor, grads: list[Tensor], logsum: Tensor, causal: bool, scale: float
-) -> None:
+def _backward(qkv: list[Tensor], g: Tensor, grads: list[Tensor], logsum: Tensor, causal: bool, scale: float) -> None:
     assert backends.native is not None
     g = g if g.stride(-1) == 1 else g.contiguous()
     tensors = [*(_place(x) for x in qkv), [], _place(g), *(_place(x) for x in grads)]

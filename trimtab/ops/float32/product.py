@@ -80,13 +80,13 @@ class _Linear(torch.autograd.Function):
 def _is_fast(a: Tensor, b: Tensor) -> bool:
     """Whether a @ b.T is for the fast libraries. Not for subclasses of Tensor: they have products of their own."""
     return (
-        backends.float_product()[0] == "onednn"
+        not torch.compiler.is_compiling()
+        and backends.float_product()[0] == "onednn"
         and a.dtype == b.dtype == torch.float32
         and a.device.type == b.device.type == "cpu"
         and a.numel() * b.shape[0] >= SMALL
         and type(a) in (Tensor, Parameter)
         and type(b) in (Tensor, Parameter)
-        and not torch.compiler.is_compiling()
     )
 
 
