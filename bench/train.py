@@ -1,6 +1,6 @@
 """What the loop adds to the bare step, what the parts bring a whole run, and how fast a checkpoint is written.
 
-    python -m bench.train                       everything: about six minutes on two cores
+    python -m bench.train                       everything: about twelve minutes on two cores
     python -m bench.train --only checkpoint     one part: loop, small, checkpoint, compile, step
 
 Everything runs through the real `trimtab.train`, in a temporary folder.
