@@ -21,8 +21,8 @@ from bench.measure import Bar, Timing, console, interleave, must_call, report
 from trimtab.nn.convert import convert_linears
 from trimtab.nn.gpt import GPT, GPTConfig
 from trimtab.nn.linear import SwitchBackLinear
+from trimtab.nn.tuning import NEVER, int8_from
 from trimtab.ops import backends
-from trimtab.ops.int8 import NEVER, gains_from
 
 Part = Literal["linear", "small", "memory", "gpt"]
 SHAPES = ((4096, 768, 3072), (4096, 1024, 4096))  # tokens, in, out
@@ -94,7 +94,7 @@ def measure_small(rounds: int) -> list[Bar]:
     table = Table("in x out", "int8 from", "tokens: speed-up where int8 is chosen", box=None, pad_edge=False)
     worst = float("inf")
     for n_in, n_out in ((256, 256), (512, 512), (768, 768), (768, 3072), (3072, 768), (1024, 4096), (2048, 2048)):
-        least = gains_from(n_in, n_out)
+        least = int8_from(n_in, n_out)
         if least == NEVER:
             table.add_row(f"{n_in} x {n_out}", "never", "")
             continue

@@ -1,7 +1,7 @@
 """What the loop adds to the bare step, what the parts bring a whole run, and how fast a checkpoint is written.
 
-    python -m bench.train                       everything: about six minutes on two cores
-    python -m bench.train --only checkpoint     one part: loop, small, checkpoint, compile
+    python -m bench.train                       everything: about twelve minutes on two cores
+    python -m bench.train --only checkpoint     one part: loop, small, checkpoint, compile, step
 
 Everything runs through the real `trimtab.train`, in a temporary folder.
 """
@@ -24,6 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from bench.measure import Bar, Timing, console, report
+from bench.step import measure_step
 from trimtab.data import Prefetcher
 from trimtab.nn import GPT, GPTConfig
 from trimtab.recipes import gpt_small, gpt_tiny
@@ -34,7 +35,7 @@ from trimtab.train.config import GPTRun, OptimConfig, SeqLenConfig, with_model
 from trimtab.train.loop import _Run, train
 from trimtab.train.processes import Processes
 
-Part = Literal["loop", "small", "checkpoint", "compile"]
+Part = Literal["loop", "small", "checkpoint", "compile", "step"]
 QUIET = Console(file=io.StringIO())
 
 
@@ -51,6 +52,7 @@ def main(threads: int = 2, only: Part | None = None) -> None:
         "small": measure_small,
         "checkpoint": measure_checkpoint,
         "compile": measure_compile,
+        "step": measure_step,
     }
     report([bar for name, run in parts.items() if only in (None, name) for bar in run()])
 

@@ -30,6 +30,15 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     backends.int8_product.cache_clear()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_of_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's file of int8 measurements is not touched."""
+    path = tmp_path_factory.mktemp("tuning") / "int8.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trimtab.nn.tuning.cache_file", lambda: path)
+        yield
+
+
 def seed(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 

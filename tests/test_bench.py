@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from bench.measure import interleave, must_call
+from bench.nano_gpt import NanoGPT
 from bench.ops import gpt2_shapes
+from bench.step import FLOAT, INT8, Size, measure_step
+from trimtab.nn import GPT, GPTConfig
 from trimtab.ops import load_codebook, quantize_blockwise
 
 
@@ -26,3 +29,29 @@ def test_gpt2_has_its_148_tensors_and_124_million_parameters():
     shapes = gpt2_shapes()
     assert len(shapes) == 148
     assert sum(torch.Size(shape).numel() for shape in shapes) == 124_439_808
+
+
+def test_nano_gpt_is_the_same_model_as_ours():
+    shape = {"vocab": 50, "context": 16, "depth": 2, "width": 32, "heads": 2}
+    nano, ours = NanoGPT(**shape), GPT(GPTConfig(**shape, positions="learned", tied=True, norm_eps=1e-5))
+    names = {"up": "mlp.up", "down": "mlp.down", "qkv": "attention.qkv", "out": "attention.out"}
+    state = {}
+    for name, p in nano.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            parts = ["transformer", "blocks", parts[1], names.get(parts[2], parts[2]), *parts[3:]]
+        state[".".join(parts)] = p
+    ours.load_state_dict(state, strict=True)
+    tokens = torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+    # exact GELU there, its tanh form here
+    torch.testing.assert_close(nano(inputs, targets), ours.loss(inputs, targets).loss, rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_step_is_measured_for_every_candidate(monkeypatch):
+    monkeypatch.setattr("bench.step.hugging_face", lambda config: None)
+    tiny = Size(1, 16, 2, vocab=32, context=8, batch=2, rounds=1, steps=1, int8_bar=1.2)
+    bars = measure_step((tiny,))
+    assert [bar.bar for bar in bars][:2] == [1.0, 1.0]
+    assert [FLOAT in bars[0].what, INT8 in bars[2].what] == [True, True]
+    assert all(bar.measured > 0 for bar in bars)

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import seed
 from tests.processes import mesh, on_two_processes
-from trimtab.nn import kinds
+from trimtab.nn import kinds, tuning
 from trimtab.nn.convert import convert_linears, revert_linears
 from trimtab.nn.kinds import make_kind
-from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear
-from trimtab.ops import backends, int8
+from trimtab.nn.linear import Linear, SwitchBackConv1D, SwitchBackLinear
+from trimtab.ops import int8
 
 KINDS = ["switchback", "switchback-m", "switchback-q", "llm-int8", "fp8-tensorwise", "fp8-switchback"]
 SWITCHED_BACK = ["switchback", "switchback-q", "fp8-switchback"]
@@ -563,20 +563,24 @@ def test_state_dicts_are_those_of_nn_linear_and_copies_start_clean():
     assert len(buffer.getvalue()) < 4 * 96 * 48 + 4 * 48 + 4096
 
 
-def test_small_calls_stay_in_float_where_that_is_faster_and_the_layer_says_so():
-    module = SwitchBackLinear(2048, 2048, when="faster")
-    if backends.int8_product()[0] == "reference":
-        assert module.int8_from == int8.NEVER
-        return
-    assert 100 < module.int8_from < 2000
+def test_small_calls_stay_in_float_where_that_is_faster_and_the_layer_says_so(monkeypatch):
+    monkeypatch.setattr("trimtab.nn.linear.int8_from", lambda n_in, n_out: 256)
+    module = SwitchBackLinear(512, 256, when="faster")
     assert f"in float below {module.int8_from} tokens" in repr(module)
-    x = torch.randn(module.int8_from, 2048, generator=seed(1))
-    exact = plain(module)
+    x = torch.randn(256, 512, generator=seed(1))
+    exact = Linear(512, 256)
+    exact.load_state_dict(module.state_dict())
     assert torch.equal(module(x[1:]), exact(x[1:]))
     assert not torch.equal(module(x), exact(x))
+    monkeypatch.setattr("trimtab.nn.linear.int8_from", lambda n_in, n_out: tuning.NEVER)
+    assert module.int8_from == 256  # a layer asks once
     assert "too small for int8 to be faster" in repr(SwitchBackLinear(64, 64, when="faster"))
-    assert int8.gains_from(64, 64) == int8.NEVER
-    assert int8.gains_from(4096, 4096) < int8.gains_from(1024, 1024) < int8.gains_from(768, 768)
+
+
+def test_a_number_of_tokens_repeats_a_choice():
+    assert SwitchBackLinear(64, 64, when=100).int8_from == 100
+    with pytest.raises(ValueError, match="'always', 'faster' or a number of tokens, got -1"):
+        SwitchBackLinear(64, 64, when=-1)
 
 
 # --- Several processes

@@ -5,9 +5,9 @@
 The attention logits z are quadratic in the size of the parameters; if they grow without bound, training diverges. With
 unit gains, normalised queries and keys keep |z| <= sqrt(head width).
 
-The output always comes from PyTorch's fused kernel, which does not store the logits. For listeners of the tap "logits"
-they are computed separately, so listening cannot change a run. Squared-ReLU attention has no fused kernel: it stores
-them.
+The output always comes from a fused kernel (ops/float32/attention.py or PyTorch's), which does not store the logits.
+For listeners of the tap "logits" they are computed separately, so listening cannot change a run. Squared-ReLU attention
+has no fused kernel: it stores them.
 
 Wortsman et al. 2023b, sections 2 and 3 (Small-scale proxies); "whole" is the KQ-norm of Wortsman et al. 2023a.
 """
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from trimtab.nn.config import TransformerConfig
 from trimtab.nn.linear import build_linear, init_linear
 from trimtab.nn.tap import has_listener, tap
+from trimtab.ops.float32.attention import attention, attention_packed
 
 ROPE_BASE = 10_000.0
 
@@ -55,17 +56,20 @@ class Attention(nn.Module):
             q_BTHK, k_BTHK = rotate(q_BTHK, rotation), rotate(k_BTHK, rotation)
         q = tap(q_BTHK.transpose(-2, -3), "q")
         k = tap(k_BTHK.transpose(-2, -3), "k")
-        v = v_BTHK.transpose(-2, -3)
         if self.squared_relu:
             # relu(z)^2 / sqrt(T) in place of softmax: the control experiment that rules out softmax as the cause.
-            z_BHTT = tap(self.logits(q, k), "logits")
+            z_BHTT, v = tap(self.logits(q, k), "logits"), v_BTHK.transpose(-2, -3)
             y_BHTK = (z_BHTT.relu().square() / math.sqrt(max(z_BHTT.shape[-1], 1))).to(v.dtype) @ v
+            y_BTHK = y_BHTK.transpose(-2, -3)
         else:
             if has_listener("logits"):
                 with torch.no_grad():
                     tap(self.logits(q, k), "logits")
-            y_BHTK = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=self.scale)
-        out: Tensor = self.out(y_BHTK.transpose(-2, -3).flatten(-2))
+            if rotation is None and isinstance(self.q_norm, nn.Identity):  # q, k and v are still one tensor
+                y_BTHK = attention_packed(qkv, causal=self.causal, scale=self.scale)
+            else:
+                y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, causal=self.causal, scale=self.scale)
+        out: Tensor = self.out(y_BTHK.flatten(-2))
         return out
 
     def logits(self, q_BHTK: Tensor, k_BHTK: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
 Parameters stay the same objects, so optimizers, names and state dicts do not change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from trimtab.nn.kinds import LinearKind, why_too_large
-from trimtab.nn.linear import SwitchBackConv1D, SwitchBackLinear, When
+from trimtab.nn.linear import Linear, SwitchBackConv1D, SwitchBackLinear, When
 from trimtab.ops.checks import FLOATS
 
 # The paper keeps the output layer in float. A Hugging Face model has get_output_embeddings(); other heads, and routers
@@ -35,6 +35,7 @@ class Report:
     kind: str
     converted: dict[str, str] = field(default_factory=dict)  # name -> description of the new layer
     kept: dict[str, str] = field(default_factory=dict)  # name -> reason
+    int8_from: dict[str, int] = field(default_factory=dict)  # name -> the smallest number of tokens that is quantized
 
     def __str__(self) -> str:
         rows = [("converted", *row) for row in self.converted.items()] + [("kept", *row) for row in self.kept.items()]
@@ -50,15 +51,16 @@ def convert_linears(
     skip: Rule | Sequence[Rule] = (),
     only: Rule | Sequence[Rule] | None = None,
     threshold: float = 0.0,
-    when: When = "faster",
+    when: When | Mapping[str, int] = "faster",
 ) -> Report:
     """Replace every nn.Linear and Hugging Face Conv1D by its quantized version; the report has a reason for the others.
 
     Args:
         skip: name patterns, modules (with all their children) or functions of (name, module).
         only: convert only these. By default all but output heads (`HEADS`).
-        when: "faster" runs calls that are too small to benefit in float, and the report has the smallest number of
-            tokens that is quantized; "always" quantizes every call.
+        when: "faster" runs calls that are too small to benefit in float, as measured on this machine (tuning.py); the
+            report has the smallest number of tokens that is quantized. "always" quantizes every call. A number of
+            tokens, or one per layer, repeats the choice of another run: `when=report.int8_from`.
     """
     if kind == "float":
         return revert_linears(model)
@@ -82,13 +84,22 @@ def convert_linears(
         why = _why_head(name, module, heads) if only is None else None
         why = why or _why_kept(name, module, skipped, chosen, tied) or why_too_large(kind, *_sizes(module))
         if why is None and id(module) not in made:
-            made[id(module)] = _quantized(module, kind, threshold, when)
+            made[id(module)] = _quantized(module, kind, threshold, _when_of(name, when))
         if why is None:
             parent._modules[key] = made[id(module)]
             report.converted[name] = made[id(module)].extra_repr()
+            report.int8_from[name] = made[id(module)].int8_from
         else:
             report.kept[name] = why
     return report
+
+
+def _when_of(name: str, when: When | Mapping[str, int]) -> When:
+    if not isinstance(when, Mapping):
+        return when
+    if name not in when:
+        raise ValueError(f"when has no choice for the layer {name!r}, only for {', '.join(list(when)[:8]) or 'none'}")
+    return when[name]
 
 
 def revert_linears(model: nn.Module) -> Report:
@@ -128,7 +139,7 @@ def _why_kept(
         return "not among `only`"
     if isinstance(module, SwitchBackLinear | SwitchBackConv1D):
         return f"already {module.kind}; revert_linears(model) first"
-    if type(module) is not nn.Linear and not _is_conv1d(module):
+    if type(module) not in (nn.Linear, Linear) and not _is_conv1d(module):
         return f"a {type(module).__name__}, which has its own forward"
     if id(module.weight) in tied:
         return "its weight is shared with an embedding"
@@ -155,6 +166,7 @@ def _quantized(module: nn.Module, kind: LinearKind, threshold: float, when: When
     n_in, n_out = _sizes(module)
     if isinstance(module, nn.Linear):
         new = SwitchBackLinear(n_in, n_out, device="meta", kind=kind, threshold=threshold, when=when)
+        new.original = type(module)
     else:
         new = SwitchBackConv1D(n_out, n_in, kind=kind, threshold=threshold, when=when)
         new.original = type(module)  # for revert_linears
@@ -171,7 +183,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 def _plain(module: SwitchBackLinear | SwitchBackConv1D) -> nn.Module:
     if isinstance(module, SwitchBackLinear):
-        return _with_parameters_of(module, nn.Linear(module.in_features, module.out_features, device="meta"))
+        return _with_parameters_of(module, module.original(module.in_features, module.out_features, device="meta"))
     if module.original is None:
         raise ValueError("this SwitchBackConv1D was not converted from a Conv1D, so it cannot be reverted")
     return _with_parameters_of(module, module.original(module.nf, module.nx))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
+from trimtab.ops.float32.product import product_tn
 from trimtab.ops.int8 import (
     MAX_INNER,
     dequantize,
@@ -63,7 +64,7 @@ class SwitchBack:
         return int8_matmul(codes, weight[0], absmax, weight[1], dtype=g.dtype)
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
-        return g.t() @ kept[0]
+        return product_tn(g, kept[0])
 
     # Rounded operands, for statistics and tests.
 
@@ -87,7 +88,7 @@ class SwitchBackM(SwitchBack):
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         codes, absmax = kept
-        return g.t() @ dequantize(codes, absmax[:, None], dtype=g.dtype)
+        return product_tn(g, dequantize(codes, absmax[:, None], dtype=g.dtype))
 
 
 class SwitchBackQ(SwitchBack):

@@ -18,11 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.nn.kinds import LinearKind, SwitchBack, Tensors, make_kind, why_too_large
 from trimtab.nn.rounding import Rounding
+from trimtab.nn.tuning import NEVER, int8_from
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.fingerprint import fingerprint
-from trimtab.ops.int8 import NEVER, gains_from
+from trimtab.ops.float32.product import linear
 
-When = Literal["always", "faster"]
+When = Literal["always", "faster"] | int
 _REMEDY = "use nn.Linear: revert_linears(model) puts the plain layers back"
 CUT_STD = 0.87962566103423978  # standard deviation of a unit normal truncated at ±2
 _SAMPLES = 4096  # values of a frozen weight that are compared in every call
@@ -96,8 +97,9 @@ class _Quantized(nn.Module):
         why = why_too_large(kind, n_in, n_out)
         if why is not None:
             raise ValueError(f"{why}; use nn.Linear for this layer, or split it")
-        if when not in ("always", "faster"):
-            raise ValueError(f"when must be 'always' or 'faster', got {when!r}")
+        is_number = isinstance(when, int) and not isinstance(when, bool) and when >= 0
+        if when not in ("always", "faster") and not is_number:
+            raise ValueError(f"when must be 'always', 'faster' or a number of tokens, got {when!r}")
         self.kind, self.threshold, self.when = kind, threshold, when
         self.products = make_kind(kind, threshold)
         self.rounding: Rounding | None = None  # set while rounding errors are measured (rounding.py)
@@ -109,10 +111,16 @@ class _Quantized(nn.Module):
 
     @property
     def int8_from(self) -> int:
-        """The smallest number of tokens that is quantized; fewer run as in nn.Linear."""
-        if self.when == "always" or self.kind.startswith("fp8") or self.weight.device.type != "cpu":
+        """The smallest number of tokens that is quantized; fewer run as in nn.Linear.
+
+        With `when="faster"` it is measured at the first use (tuning.py), and does not change afterwards.
+        """
+        if self.when == "always" or self.kind.startswith("fp8") or self.weight.device.type not in ("cpu", "meta"):
             return 0
-        return gains_from(self.in_features, self.out_features)
+        if self.when == "faster":
+            self.when = int8_from(self.in_features, self.out_features)
+        assert isinstance(self.when, int)
+        return self.when
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
@@ -122,7 +130,7 @@ class _Quantized(nn.Module):
         elif x.dtype != w.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {w.dtype}; cast one, or use torch.autocast")
         if self.int8_from > x.numel() // self.in_features:
-            return nn.functional.linear(x, w, bias)
+            return linear(x, w, bias)
         _check_not_transformed(w)
         if self.rounding is not None:
             by_row, rows = self.products.by_row, x.detach().reshape(-1, self.in_features).contiguous()
@@ -201,13 +209,21 @@ def _check_not_transformed(w: Tensor) -> None:
         )
 
 
+class Linear(nn.Linear):
+    """nn.Linear with the fastest float32 products of this CPU (ops/float32/product.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
     """nn.Linear with quantized products.
 
     Args:
         kind: one of kinds.py; "switchback" is int8 without quantizing the weight gradient.
         threshold: for "llm-int8": input columns with a larger value are multiplied in float; 0 disables it.
-        when: "always" quantizes every call; "faster" runs calls with too few tokens to benefit in float.
+        when: "always" quantizes every call; "faster" runs calls with too few tokens to benefit in float, as measured
+            on this machine (tuning.py); a number of tokens repeats a choice.
     """
 
     def __init__(
@@ -223,6 +239,7 @@ class SwitchBackLinear(_Quantized, nn.Linear):  # type: ignore[misc]
         when: When = "always",
     ) -> None:
         self._set_kind(in_features, out_features, kind, threshold, when)
+        self.original: Callable[..., nn.Linear] = Linear  # the class that revert_linears puts back
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
 
     def matrix(self) -> Tensor:
@@ -246,17 +263,17 @@ class SwitchBackConv1D(_Quantized):
         return self.weight.t()
 
 
-def init_linear(linear: nn.Linear, std: float | None = None) -> None:
+def init_linear(layer: nn.Linear, std: float | None = None) -> None:
     """Truncated normal with standard deviation `std`, by default 1 / sqrt(fan in) (Wortsman et al. 2023b, section 2).
 
     Truncation at two deviations reduces the deviation; `CUT_STD` corrects that, as in Flax's lecun_normal. Biases: 0.
     """
-    wide = (std if std is not None else 1 / math.sqrt(linear.in_features)) / CUT_STD
-    nn.init.trunc_normal_(linear.weight, std=wide, a=-2 * wide, b=2 * wide)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
+    wide = (std if std is not None else 1 / math.sqrt(layer.in_features)) / CUT_STD
+    nn.init.trunc_normal_(layer.weight, std=wide, a=-2 * wide, b=2 * wide)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
 
 
 def build_linear(n_in: int, n_out: int, *, bias: bool = True, kind: LinearKind = "float") -> nn.Linear:
-    """Create nn.Linear or a quantized linear layer."""
-    return nn.Linear(n_in, n_out, bias) if kind == "float" else SwitchBackLinear(n_in, n_out, bias, kind=kind)
+    """Create a plain or a quantized linear layer."""
+    return Linear(n_in, n_out, bias) if kind == "float" else SwitchBackLinear(n_in, n_out, bias, kind=kind)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from trimtab.nn.tap import tap
+from trimtab.ops.float32.product import product_nn, product_nt, product_tn
+from trimtab.ops.float32.score import score_
 
 # B batch, T time, N tokens, D width, V vocabulary
 
@@ -95,11 +97,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # products would run at two thirds of the speed.
             for start in range(0, len(x), rows):
                 part = slice(start, start + rows)
-                y_VN = (weight @ x[part].t()).to(wide)
-                ce[part], logz[part] = _score_(y_VN, index[part], valid[part], z_loss)
+                y_VN = product_nt(weight, x[part]).to(wide)
+                ce[part], logz[part] = score_(y_VN, index[part], valid[part], z_loss)
                 slope_VN = y_VN.to(x.dtype)  # no copy if float32
                 if grad_x is not None:
-                    grad_x[part] = slope_VN.t() @ weight
+                    grad_x[part] = product_tn(slope_VN, weight)
                 if needs[1]:
                     grad_weight = _add_product(grad_weight, slope_VN, x[part])
             zero = ce.new_zeros(())
@@ -124,24 +126,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(None if g is None else g * share.to(g.dtype) for g in grads), *[None] * 7
 
 
-def _score_(y_VN: Tensor, index: Tensor, valid: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return ce and logZ of tokens; overwrite their logits with the gradient of the summed loss."""
-    target = y_VN.gather(0, index[None]).squeeze(0)
-    largest = y_VN.amax(dim=0)
-    total = y_VN.sub_(largest).exp_().sum(dim=0)
-    logz = largest + total.log()
-    counts = valid.to(y_VN.dtype)
-    y_VN.mul_(counts * (1 + 2 * z_loss * logz) / total)
-    y_VN.scatter_add_(0, index[None], -counts[None])
-    return logz - target, logz
-
-
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in at least float32. The first product is the total: zeros would cost a pass over memory."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    if total is None:
-        return (a @ b).to(wide)
-    return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
+    new = product_nn(a, b).to(torch.promote_types(a.dtype, torch.float32))
+    return new if total is None else total.add_(new)
 
 
 def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from trimtab.ops.native import table
 
-Backend = Literal["reference", "native", "onednn", "triton"]
+Backend = Literal["reference", "native", "onednn", "torch", "triton"]
 REBUILD = "Rebuild it: `make .venv/ready` in a clone, else `pip install --force-reinstall --no-deps trimtab`"
 
 
@@ -64,7 +65,8 @@ HUGE = 4 << 20
 _STEP = ("fused_step", "step_norms", "gradient_norms", "gradient_ratios")
 _OTHERS = ("quantize_blockwise", "dequantize_blockwise", "quantize_int8", "int8_matmul", "gelu", "gelu_backward")
 _ALL: tuple[Backend, ...] = ("reference", "native", "triton")
-OPS = dict.fromkeys((*_STEP, *_OTHERS), _ALL) | {"round_float8": _ALL[:1], "fingerprint": _ALL[:2]}
+OPS = dict.fromkeys((*_STEP, *_OTHERS), _ALL) | {"round_float8": _ALL[:1]}
+OPS |= dict.fromkeys(("fingerprint", "product", "attention", "score"), _ALL[:2])
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def served() -> list[Served]:
         reason = f"{native.level()} kernels" if native is not None else str(native_missing)
         if op == "int8_matmul":
             backend, reason = int8_product()
+        if op == "product":
+            backend, reason = float_product()
         if kernels == ("reference",):
             reason = "simulated; there is only a PyTorch implementation"
         rows.append(Served(op, "cpu", backend, reason))
@@ -109,6 +113,27 @@ def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
     if native is not None and native.has_matmul():
         return "native", f"{why}; {native.level()} int16 pairs"
     return "reference", f"{why}; {native_missing or 'exact float32 products'}"
+
+
+@cache
+def float_product() -> tuple[Literal["onednn", "torch"], str]:
+    """The library of large float32 products on this CPU (ops/float32/product.py), and the reason."""
+    if native is None or native.levels()[0] != "avx512":
+        return "torch", "PyTorch's own products"
+    if not (torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_supported()):
+        return "torch", "PyTorch has no oneDNN with AVX-512 here"
+    if cpu_vendor() in ("GenuineIntel", ""):
+        return "torch", "MKL uses AVX-512 on CPUs of Intel"
+    return "onednn", f"oneDNN and native: MKL uses no AVX-512 on a CPU of {cpu_vendor()}"
+
+
+def cpu_vendor() -> str:
+    """The vendor's name in /proc/cpuinfo, such as AuthenticAMD; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

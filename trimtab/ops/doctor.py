@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trimtab.ops import backends, blockwise, fingerprint, float8, gelu, int8
 from trimtab.ops.codebook import load_codebook
+from trimtab.ops.float32 import attention, product, score
 from trimtab.ops.step import fused
 from trimtab.ops.step.rules import adam_averages, rows
 
@@ -58,18 +59,24 @@ def examine() -> Report:
 
 
 def _machine() -> dict[str, str]:
-    native, flags = str(backends.native_missing), _cpu_flags()
+    native = str(backends.native_missing)
     if backends.native is not None:
         native = f"{', '.join(backends.native.levels())}; built from sources {backends.native.SOURCES[:12]}"
     return {
         "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()} in PyTorch",
-        "features": ", ".join(name for name in FEATURES if name in flags) or "none that the kernels use",
+        "features": ", ".join(cpu_features()) or "none that the kernels use",
         "native kernels": native,
         "threads": str(torch.get_num_threads()),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
     }
+
+
+def cpu_features() -> list[str]:
+    """The instruction sets of this CPU that the kernels use."""
+    flags = _cpu_flags()
+    return [name for name in FEATURES if name in flags]
 
 
 def _version(package: str) -> str:
@@ -174,6 +181,29 @@ def _fingerprint(device: str) -> bool:
     return fingerprint.fingerprint(x) == fingerprint.fingerprint_reference(x)
 
 
+def _product(device: str) -> bool:
+    a, b = torch.randn(1500, 40, device=device), torch.randn(1500, 30, device=device)  # large enough for the kernel
+    return torch.allclose(product.product_tn(a, b), a.t() @ b, rtol=1e-4, atol=1e-3)
+
+
+def _attention(device: str) -> bool:
+    qkv = _values(device)[:960].view(1, 20, 3, 2, 8).clone().requires_grad_()
+    found = []
+    for function in (attention.attention, attention.attention_reference):
+        y = function(*qkv.unbind(2), causal=True, scale=0.5)
+        found.append((y, *torch.autograd.grad(y.square().sum(), qkv)))
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
+def _score(device: str) -> bool:
+    logits, index = 5 * _values(device)[:960].view(30, 32), torch.arange(32, device=device) % 30
+    found = []
+    for function in (score.score_, score.score_reference_):
+        y = logits.clone()
+        found.append((*function(y, index, index > 3, 1e-4), y))
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*found, strict=True))
+
+
 def _gelu(device: str, *, backward: bool) -> bool:
     x, grad = 8 * _values(device), _values(device)
     if backward:
@@ -193,6 +223,9 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "int8_matmul": _int8_matmul,
     "round_float8": _round_float8,
     "fingerprint": _fingerprint,
+    "product": _product,
+    "attention": _attention,
+    "score": _score,
     "gelu": partial(_gelu, backward=False),
     "gelu_backward": partial(_gelu, backward=True),
 }

@@ -24,7 +24,6 @@ from trimtab.ops.checks import FLOATS, check_same_device, check_tensor
 
 # 127 * 127 * inner must stay below 2^31, or an int32 sum could wrap around.
 MAX_INNER = (2**31 - 1) // 127**2
-NEVER = 2**62
 
 
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,19 +99,6 @@ def int8_matmul(
         check_same_device(a=a, bias=bias)
     check_same_device(a=a, b=b, a_absmax=a_absmax, b_absmax=b_absmax)
     return _matmul(a, b, a_absmax, b_absmax, bias, dtype)
-
-
-def gains_from(n_in: int, n_out: int) -> int:
-    """The number of tokens from which a linear layer's forward and backward in int8 beat float32 on this CPU, or NEVER.
-
-    In units of one float32 multiply-add that int8 saves, the quantization of X and G costs 300 per value, that of W 160
-    per value, and a call 6e8. Fitted to two threads with AVX2 (`python -m bench.nn --only small` shows the fit), plus a
-    quarter, so that no layer is slower.
-    """
-    if backends.int8_product()[0] == "reference":
-        return NEVER
-    saved = 1 - 300 * (1 / n_in + 1 / n_out)
-    return NEVER if saved <= 0 else round(1.25 * (160 + 6e8 / (n_in * n_out)) / saved)
 
 
 def quantize_reference(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

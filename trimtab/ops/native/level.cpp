@@ -2,6 +2,9 @@
 #include "blockwise.cpp"
 #include "gelu.cpp"
 #include "int8.cpp"
+#include "float32/product.cpp"
+#include "float32/attention.cpp"
+#include "float32/score.cpp"
 #include "step/fused.cpp"
 
 namespace trimtab::TRIMTAB_LEVEL {
@@ -11,6 +14,7 @@ namespace trimtab::TRIMTAB_LEVEL {
 
 extern const Kernels kernels = {
     NAME(TRIMTAB_LEVEL), quantize, dequantize, step, gradient_norms, traffic, quantize_int8, rescale, gelu,
+    product, attend, score,
 #ifdef __AVX2__
     matmul,
 #else

@@ -203,6 +203,29 @@ void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int th
   active->gelu({(const void*)x, (const void*)grad, (void*)out, (Dtype)dtype, count, threads});
 }
 
+void product(Address a, Address b, Address out, int64_t inner, int64_t rows, int64_t columns, int threads) {
+  active->product({(const float*)a, (const float*)b, (float*)out, inner, rows, columns, threads});
+}
+
+void score(Address logits, Address index, Address valid, Address ce, Address logz, int64_t classes, int64_t tokens,
+           double z_loss, int threads) {
+  active->score({(float*)logits, (const int64_t*)index, (const bool*)valid, (float*)ce, (float*)logz, classes, tokens,
+                 (float)z_loss, threads});
+}
+
+// Every tensor as address and strides (batch, time, head); an empty list where there is none.
+Strided strided(const std::vector<int64_t>& x) {
+  return x.empty() ? Strided{} : Strided{(const float*)x[0], x[1], x[2], x[3]};
+}
+
+void attend(const std::vector<std::vector<int64_t>>& tensors, Address logsum, int64_t batch, int64_t time, int64_t heads,
+            int64_t width, double scale, bool causal, int threads) {
+  Strided s[8] = {};
+  for (size_t i = 0; i < tensors.size() && i < 8; i++) s[i] = strided(tensors[i]);
+  active->attend({s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], (float*)logsum, batch, time, heads, width, (float)scale,
+                  causal, threads});
+}
+
 }  // namespace
 }  // namespace trimtab
 
@@ -218,6 +241,7 @@ NB_MODULE(_native, m) {
   });
   m.def("level", [] { return std::string(active->level); });
   m.def("set_level", &set_level);
+  m.def("share_threads", &share_threads);
   m.def("has_matmul", [] { return active->matmul != nullptr; });
   m.def("has_closed_form", [](Address values, int count) { return recognise((const float*)values, count) != Codebook::any; });
   m.def("prefer_huge_pages", &prefer_huge_pages);
@@ -231,5 +255,8 @@ NB_MODULE(_native, m) {
   run("rescale", &rescale);
   run("matmul", &matmul);
   run("gelu", &gelu);
+  run("product", &product);
+  run("attend", &attend);
+  run("score", &score);
   run("fingerprint", [](Address data, int64_t bytes, int threads) { return fingerprint((const uint8_t*)data, bytes, threads); });
 }

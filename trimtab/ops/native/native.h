@@ -1,6 +1,6 @@
 // Shared by the kernels: argument types, the list of kernels of one instruction set, and threads.
 //
-// blockwise.cpp, gelu.cpp, int8.cpp and step/fused.cpp are compiled once per instruction set, each time in its own
+// blockwise.cpp, gelu.cpp, int8.cpp and those of float32 and step are compiled once per instruction set, each time in its own
 // namespace TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the
 // whole library, possibly with instructions that this CPU does not have.
 #pragma once
@@ -91,6 +91,39 @@ struct Matmul {
   Rescale rescale;  // its total is not used: the sums never leave the registers
 };
 
+struct Product {
+  const float *a, *b;  // [inner, rows] and [inner, columns]
+  float* out;          // a^T b
+  int64_t inner, rows, columns;
+  int threads;
+};
+
+// A tensor [batch, time, heads, width] whose last dimension is contiguous; the other strides in values.
+struct Strided {
+  const float* data;
+  int64_t batch, time, head;
+};
+
+struct Attend {
+  Strided q, k, v, out;
+  Strided grad, dq, dk, dv;  // backward where grad has data; then out is not used
+  float* logsum;             // [batch, heads, time], written forward and read backward
+  int64_t batch, time, heads, width;
+  float scale;
+  bool causal;
+  int threads;
+};
+
+struct Score {
+  float* logits;  // [classes, tokens]; overwritten with the gradient
+  const int64_t* index;
+  const bool* valid;
+  float *ce, *logz;
+  int64_t classes, tokens;
+  float z_loss;
+  int threads;
+};
+
 struct Gelu {
   const void *x, *grad;  // forward where grad is null, else backward
   void* out;
@@ -109,11 +142,17 @@ struct Kernels {
   void (*quantize_int8)(const QuantizeInt8&);
   void (*rescale)(const Rescale&);
   void (*gelu)(const Gelu&);
+  void (*product)(const Product&);
+  void (*attend)(const Attend&);
+  void (*score)(const Score&);
   void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
 };
 
 // fingerprint.cpp; the same at every level.
 uint64_t fingerprint(const uint8_t* data, int64_t bytes, int threads);
+
+// Whether kernels run on PyTorch's OpenMP threads from now on: if that is allowed and they are there.
+bool share_threads(bool allowed);
 
 // Run body(context, task, worker) for every task on up to `threads` threads.
 void run_tasks(int64_t tasks, int threads, void (*body)(void*, int64_t task, int worker), void* context);

@@ -1,0 +1,1 @@
+"""float32 on a CPU where PyTorch is slow: products, attention, cross entropy."""
