@@ -20,7 +20,20 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.measure import Bar, Timing, console, gpt2_shapes, interleave, must_call, ratio, report, show
+from bench.measure import (
+    Bar,
+    Gradients,
+    Timing,
+    console,
+    gpt2_shapes,
+    interleave,
+    must_call,
+    ratio,
+    report,
+    show,
+    show_machine,
+    step_bars,
+)
 from trimtab.ops import (
     backends,
     dequantize_blockwise,
@@ -60,8 +73,8 @@ def main(millions: int = 64, rounds: int = 9, threads: int = 2, only: Part | Non
         "gelu": lambda: measure_gelu(rounds),
         "import": lambda: measure_import(rounds),
     }
-    level = backends.native.level() if backends.native is not None else "none"
-    console.print(f"native kernels: {level}; int8 product: {backends.int8_product()[1]}; {threads} threads\n")
+    show_machine(threads)
+    console.print(f"int8 product: {backends.int8_product()[1]}\n", highlight=False)
     if not HAS_PEER:
         console.print("bitsandbytes is not installed, so its rows are missing; `make bench` installs it\n")
     bars = [bar for name, run in parts.items() if only in (None, name) for bar in run()]
@@ -111,7 +124,7 @@ class Model:
         self.code = code
         generator = torch.Generator().manual_seed(0)
         self.params = [torch.randn(shape, generator=generator) for shape in shapes]
-        self.grads = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+        self.grads: list[Tensor] = []
         # Small tensors keep 32 bits, as the optimizers do it.
         narrow = [i for i, p in enumerate(self.params) if bits == 8 and p.numel() >= 4096]
         wide = [i for i in range(len(shapes)) if i not in set(narrow)]
@@ -148,28 +161,33 @@ def _adamw_rows(steps: Tensor, lr: step_rules.Number = 1e-3) -> Tensor:
     return step_rules.rows(steps, **averages, eps=1e-8, decay=1 - lr * 0.01, lr=lr / (1 - 0.9**t))
 
 
-def with_gradients(model: Model) -> list[torch.nn.Parameter]:
-    params = [torch.nn.Parameter(p.clone()) for p in model.params]
-    for p, g in zip(params, model.grads, strict=True):
-        p.grad = g
-    return params
-
-
 def measure_step(title: str, shapes: list[tuple[int, ...]], rounds: int, *, flat: bool) -> list[Bar]:
     ours8, ours32 = Model(shapes, bits=8), Model(shapes, bits=32)
-    table8 = Model(shapes, bits=8, code="codebook")
-    fused = torch.optim.AdamW(with_gradients(ours8), lr=1e-3, fused=True)
+    table8, stable8 = Model(shapes, bits=8, code="codebook"), Model(shapes, bits=8)
+    theirs = [[torch.nn.Parameter(p.clone()) for p in ours8.params] for _ in range(1 + HAS_PEER)]
+    gradients = Gradients(shapes)
+
+    def next_gradients() -> None:
+        grads = gradients.next()
+        for model in (ours8, ours32, table8, stable8):
+            model.grads = grads
+        for params in theirs:
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+
+    next_gradients()
+    fused = torch.optim.AdamW(theirs[0], lr=1e-3, fused=True)
     candidates: dict[str, Callable[[], Any]] = {
         "torch AdamW fused, 32-bit": fused.step,
         "trimtab AdamW, 8-bit": ours8.adamw,
         "   with the dynamic table": table8.adamw,
-        "trimtab StableAdamW, 8-bit": ours8.stable_adamw,
+        "trimtab StableAdamW, 8-bit": stable8.stable_adamw,
         "trimtab AdamW, 32-bit": ours32.adamw,
     }
     if HAS_PEER:
         import bitsandbytes
 
-        peer = bitsandbytes.optim.AdamW8bit(with_gradients(ours8), lr=1e-3)
+        peer = bitsandbytes.optim.AdamW8bit(theirs[1], lr=1e-3)
         candidates["bitsandbytes AdamW8bit"] = peer.step
     if flat:
         assert backends.native is not None
@@ -177,17 +195,9 @@ def measure_step(title: str, shapes: list[tuple[int, ...]], rounds: int, *, flat
             candidates[name] = _traffic(model)
     with must_call("step"):
         ours8.adamw()
-    timings = interleave(candidates, rounds)
+    timings = interleave(candidates, rounds, before=next_gradients)
     show(title, timings, baseline="torch AdamW fused, 32-bit")
-    where = "64M" if flat else "GPT-2"
-    return [
-        Bar(f"8-bit AdamW on {where}, time over torch fused", _over(timings, "trimtab AdamW, 8-bit"), 1.0),
-        Bar(f"8-bit StableAdamW on {where}, time over torch fused", _over(timings, "trimtab StableAdamW, 8-bit"), 1.7),
-    ]
-
-
-def _over(timings: dict[str, Timing], name: str) -> float:
-    return ratio(timings, name, "torch AdamW fused, 32-bit")
+    return step_bars(timings, "64M" if flat else "GPT-2", "torch AdamW fused, 32-bit")
 
 
 def _traffic(model: Model) -> Callable[[], None]:

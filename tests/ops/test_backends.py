@@ -63,5 +63,5 @@ def test_the_table_is_the_one_that_python_uses():
     assert list(RULES) == list(table.RULES)
     assert table.SCALARS == SCALARS
     for rule, states in table.RULES.items():
-        assert RULES[rule].signed == tuple(state == "m" for state in states)
+        assert RULES[rule].states == states
         assert f"X({rule})" in table.header()

@@ -82,11 +82,11 @@ def test_the_window_of_roots_is_the_finest_that_holds_a_block(span):
 
 
 def test_roots_below_the_window_are_stored_as_its_first_number():
-    x = torch.tensor([1.0, 1e-3, 1e-7, 1e-12, 0.0])
+    x = torch.tensor([1.0, 1e-3, 1e-6, 1e-12, 0.0])
     back = dequantize_root(*quantize_root(x, 256), 256)
     assert back[1:2].item() == pytest.approx(1e-3, rel=0.13)
     assert (back[2:] == back[2]).all()
-    assert 2.0**-20 < back[2].item() < 2.0**-19
+    assert 2.0**-17 < back[2].item() < 2.0**-16
 
 
 def test_twice_is_nearly_a_square_and_halve_its_inverse():
@@ -98,11 +98,11 @@ def test_twice_is_nearly_a_square_and_halve_its_inverse():
 
 
 @pytest.mark.parametrize("block", [64, 256, 2048])
-@pytest.mark.parametrize("signed", [(True, False), (True,), (False,), (True, True, False)])
+@pytest.mark.parametrize("signed", ["mv", "m", "v", "mmv", "nv"])
 @pytest.mark.parametrize("bias", [1.0, 0.271, 1 - 0.999**3])
 def test_decoded_moments_are_stored_as_the_same_values(signed, block, bias):
     """Also if a float32 state dict rounds them on the way: StableAdamW's leave multiplied by a bias correction."""
-    moments = [values(10_007, "plain" if s else "root", decades=6) for s in signed]
+    moments = [values(10_007, "root" if s == "v" else "plain", decades=6) for s in signed]
     for step in range(1, 30):
         stored = encode_moments(moments, signed, block, step=step)
         decoded = decode_moments([c for c, _ in stored], [a for _, a in stored], signed, block)
@@ -118,8 +118,8 @@ def test_first_moments_are_right_on_average():
     x = torch.tensor([1.0, -0.7, 0.1, 1.5e-4, 1e-4, -6.2e-5, 1e-5, -2e-6, 0.0])
     total = torch.zeros(9, dtype=torch.float64)
     for step in range(4096):
-        ((codes, absmax),) = encode_moments([x], [True], 256, step=step)
-        total += decode_moments([codes], [absmax], [True], 256)[0]
+        ((codes, absmax),) = encode_moments([x], "m", 256, step=step)
+        total += decode_moments([codes], [absmax], "m", 256)[0]
     torch.testing.assert_close(total / 4096, x.double(), rtol=2e-3, atol=1e-7)
 
 
@@ -141,8 +141,8 @@ def test_a_slow_average_does_not_stand_still():
     for step in range(1000):
         g2 = torch.where(dead, 0.0, torch.randn(4096, generator=generator).square())
         v, exact = 0.999 * v + 0.001 * g2, 0.999 * exact + 0.001 * g2.double()
-        ((codes, absmax),) = encode_moments([v], [False], 256, step=step)
-        (v,) = decode_moments([codes], [absmax], [False], 256)
+        ((codes, absmax),) = encode_moments([v], "v", 256, step=step)
+        (v,) = decode_moments([codes], [absmax], "v", 256)
     assert exact[dead].mean() == pytest.approx(0.999**1000)
     assert v[dead].mean() == pytest.approx(exact[dead].mean().item(), rel=0.05)
     assert v[~dead].mean() == pytest.approx(exact[~dead].mean().item(), rel=0.05)
@@ -189,8 +189,8 @@ def test_zeros_and_the_smallest_numbers_stay_finite(kind, tiny):
 
 def test_a_positive_second_moment_is_never_stored_as_zero():
     v = torch.cat([torch.tensor([1.0]), 10.0 ** -torch.arange(1.0, 40.0), torch.zeros(10)])
-    ((codes, absmax),) = encode_moments([v], [False], 256)
-    (back,) = decode_moments([codes], [absmax], [False], 256)
+    ((codes, absmax),) = encode_moments([v], "v", 256)
+    (back,) = decode_moments([codes], [absmax], "v", 256)
     assert (back[v > 0] > 0).all()
 
 
@@ -199,8 +199,8 @@ def test_a_first_moment_keeps_its_digits_in_blocks_of_any_range():
     # relative to its own √v, as long as that is above the smallest code; below it, relative to the smallest code.
     scale = 10 ** (-6 * torch.rand(4096, generator=seed(1)))
     m, v = 0.1 * torch.randn(4096, generator=seed(2)) * scale, 0.01 * scale**2
-    stored = encode_moments([m, v], [True, False], 256)
-    back_m, _ = decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], 256)
+    stored = encode_moments([m, v], "mv", 256)
+    back_m, _ = decode_moments([c for c, _ in stored], [a for _, a in stored], "mv", 256)
     (_, scale), roots = stored
     error = (back_m - m).abs() / (unit_of(*roots, 256) * scale.repeat_interleave(256))
     assert error.max() < 1 / 127  # the gap between two codes
@@ -215,8 +215,8 @@ def test_an_element_without_gradient_decays_as_its_block_does_not():
     for step in range(1, 400):
         g = torch.where(live, torch.randn(256, generator=seed(step)), 0.0)
         m, v, exact = 0.99 * m + 0.01 * g, 0.5 * v + 0.5 * g.square(), 0.99 * exact
-        stored = encode_moments([m, v], [True, False], 256, step=step)
-        m, v = decode_moments([c for c, _ in stored], [a for _, a in stored], [True, False], 256)
+        stored = encode_moments([m, v], "mv", 256, step=step)
+        m, v = decode_moments([c for c, _ in stored], [a for _, a in stored], "mv", 256)
         gap = stored[0][1] / 127 * unit_of(*stored[1], 256)[7]
         assert m[7] <= exact + gap / (1 - 0.99)
     assert m[7] == pytest.approx(exact, rel=0.3)

@@ -159,7 +159,7 @@ def arguments(
         moments = [random(n, seed=1000 * (k + 1) + i) for k in range(len(signed))]
         moments = [m if is_signed else m.square() for m, is_signed in zip(moments, signed, strict=True)]
         if code == "quadratic":
-            stored.append(encode_moments(moments, signed, block))
+            stored.append(encode_moments(moments, step.RULES[rule].states, block))
         elif bits == 8:
             books = [SIGNED if is_signed else UNSIGNED for is_signed in signed]
             stored.append(

@@ -88,8 +88,7 @@ def test_the_default_is_the_code_of_the_optimizers_and_better_than_the_tables():
     by_m, by_v = mine.counts.sum(1), mine.counts.sum(0)
     assert by_m[1] > 0 < by_m[255]  # codes -127 and 127, the largest of some block
     assert by_m[0] == 0  # and no -128
-    assert by_v[255] >= SIZE // 256
-    assert by_v[:4].sum() == 0  # a positive second moment takes code 4 or more
+    assert by_v[251:].sum() >= SIZE // 256  # the largest root of a block is at the end of its window
     with pytest.raises(ValueError, match="unknown method 'cubic'; choose one of quadratic"):
         optim.ErrorAnalysis("cubic")
 

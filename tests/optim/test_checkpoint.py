@@ -159,7 +159,9 @@ def test_stable_adamw_keeps_the_same_state_as_adamw(bits, format):
         train(optimizer, range(5))
     assert_same_snapshots(snapshot(stable), snapshot(plain))
     plain.load_state_dict(stable.state_dict(format=format))
-    assert_same_snapshots(snapshot(stable), snapshot(plain))
+    # Windows of √v may end elsewhere, with other codes for the same values.
+    values, others = (optimizer.state_dict(format="portable")["state"] for optimizer in (stable, plain))
+    assert_same_snapshots(list(values.values()), list(others.values()))
 
 
 # --- What PyTorch's optimizers do too

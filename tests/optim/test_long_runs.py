@@ -98,7 +98,7 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
             p.grad = gradient(kind, step)
             optimizer.step()
         state, exact = eight.state[params[0]], full.state[params[1]]
-        decoded = decode(state, names, signed, Storage(8, block, "quadratic"))
+        decoded = decode(state, names, RULES[eight.rule].states, Storage(8, block, "quadratic"))
         last = step == steps or step % 100 == 0
         for moment, is_signed, bound in zip(names, signed, bounds, strict=True):
             codes, absmax = state[f"{moment}_codes"], state[f"{moment}_absmax"].repeat_interleave(block)[:SIZE]
@@ -110,7 +110,7 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
                     choice > 0, COARSEST + 1 - choice, torch.where(codes > KNEE, COARSEST, COARSEST + 2)
                 )
                 gap = root / 2 ** (23 - shift)
-                smallest = absmax * 2.0**-19
+                smallest = absmax * 2.0**-16
                 bound.add(2 * root * gap + gap**2, gap**2 / 4)
                 slack = bound.width + smallest.double() ** 2
             else:

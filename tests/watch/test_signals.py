@@ -120,7 +120,7 @@ def second_moment(optimizer: torch.optim.Optimizer, p: Tensor, g: Tensor, step: 
     if "exp_avg_sq_codes" in state:
         assert isinstance(optimizer, optim.Optimizer)
         codes, absmax = state["exp_avg_sq_codes"], state["exp_avg_sq_absmax"]
-        (v,) = decode_moments([codes.flatten()], [absmax], [False], group["block"])
+        (v,) = decode_moments([codes.flatten()], [absmax], "v", group["block"])
         v = v.view(p.shape).double()
     elif state:
         v = state["exp_avg_sq"].double()

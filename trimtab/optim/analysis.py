@@ -98,9 +98,9 @@ class ErrorAnalysis:
     def _round(self, m: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The codes of m and of v, and what they decode to."""
         if self.method == "quadratic":
-            block, signed = self.block or m.numel(), [True, False]
-            stored = encode_moments([m, v], signed, block, step=self._count)
-            m8, v8 = decode_moments([c for c, _ in stored], [a for _, a in stored], signed, block)
+            block = self.block or m.numel()
+            stored = encode_moments([m, v], "mv", block, step=self._count)
+            m8, v8 = decode_moments([c for c, _ in stored], [a for _, a in stored], "mv", block)
             return [(stored[0][0].view(torch.int8).int() + 128, m8), (stored[1][0], v8)]
         return [self._round_one(m, signed=True), self._round_one(v, signed=False)]
 

@@ -104,8 +104,8 @@ class PackedState(dict[Any, Any]):
 
 def _to_portable(optimizer: "Optimizer", p: Tensor, group: Entry, entry: Entry) -> Entry:
     portable: Entry = {"step": entry["step"].clone()}
-    names, signed = optimizer.states_of(group), RULES[optimizer.rule_of(group)].signed
-    for name, moment in decode(entry, names, signed, optimizer.storage_of(p, group)).items():
+    names, kinds = optimizer.states_of(group), RULES[optimizer.rule_of(group)].states
+    for name, moment in decode(entry, names, kinds, optimizer.storage_of(p, group)).items():
         portable[name] = wrap_like(moment, p)
     for name in (*optimizer.extras_of(p), *_EXTRAS):
         if name in entry:
@@ -213,20 +213,20 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
     if "state1" in entry or any(str(key).startswith("__bnb") for key in entry):
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
     kind, device, extras = type(optimizer).__name__, local(to.p).device, optimizer.extras_of(to.p)
-    names, signed = optimizer.states_of(group), RULES[optimizer.rule_of(group)].signed
+    names, kinds = optimizer.states_of(group), RULES[optimizer.rule_of(group)].states
     stored = [f"{moment}{end}" for moment in (*optimizer.moments, *names) for end in ("", "_codes", "_absmax")]
     unknown = [
         str(key) for key, x in entry.items() if x is not None and key not in {"step", *extras, *_EXTRAS, *stored}
     ]
     if names and f"{names[0]}_codes" in entry:
-        moments = _read_codes(entry, to, names, signed, saved, convert=convert)
+        moments = _read_codes(entry, to, names, kinds, saved, convert=convert)
     else:
         missing = [moment for moment in (*names, *extras) if moment not in entry]
         if missing:
             raise ValueError(
                 f"the state of {to.name} has no {missing[0]}, which {kind} needs; it has {', '.join(entry)}"
             )
-        moments = encode({moment: _fit(entry[moment], to, moment).float() for moment in names}, signed, to.storage)
+        moments = encode({moment: _fit(entry[moment], to, moment).float() for moment in names}, kinds, to.storage)
     if unknown:
         raise ValueError(
             f"the state of {to.name} holds {', '.join(unknown)}, which {kind} does not keep: another optimizer saved it"
@@ -241,7 +241,7 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
 
 
 def _read_codes(
-    entry: Entry, to: _Place, moments: tuple[str, ...], signed: tuple[bool, ...], saved: Entry, *, convert: bool
+    entry: Entry, to: _Place, moments: tuple[str, ...], kinds: str, saved: Entry, *, convert: bool
 ) -> Entry:
     p, name, storage = to
     for moment in moments:
@@ -272,8 +272,8 @@ def _read_codes(
             f"block={storage.block}, codebook={storage.codebook!r}. Build it with the same, or store it again with "
             "load_state_dict(..., convert=True), which rounds once more"
         )
-    whole = decode(read, moments, signed, theirs)  # a shard has other blocks
-    return dict(encode({moment: _fit(x, to, moment) for moment, x in whole.items()}, signed, storage))
+    whole = decode(read, moments, kinds, theirs)  # a shard has other blocks
+    return dict(encode({moment: _fit(x, to, moment) for moment, x in whole.items()}, kinds, storage))
 
 
 def _fit(value: Any, to: _Place, what: str) -> Tensor:

@@ -28,7 +28,7 @@ CHUNK = 1 << 18
 def step_in_chunks(batch: Batch, rows: Tensor) -> None:
     """The same as `fused_step`, chunk by chunk. A batch without moments keeps no state."""
     group, storage, rule = batch.group, batch.storage, str(batch.rule)
-    signed, books = RULES[rule].signed, storage.books(rows.device)
+    kinds, books = RULES[rule].states, storage.books(rows.device)
     numbers = batch.steps.tolist() if group["rounding"] == "stochastic" else []
     length = max(storage.block, CHUNK // storage.block * storage.block)  # whole blocks
     for i, (p, g, state) in enumerate(zip(batch.params, batch.grads, batch.kept, strict=True)):
@@ -45,7 +45,7 @@ def step_in_chunks(batch: Batch, rows: Tensor) -> None:
             wide = p[here].float() if extra is None else join(p[here], extra[here])
             if rest is not None:
                 wide += rest[here]
-            moments = _load(state, batch, here) or [torch.zeros_like(wide) for _ in signed]
+            moments = _load(state, batch, here) or [torch.zeros_like(wide) for _ in kinds]
             before = [x.clone() for x in (wide, *moments)] if group["skip_zeros"] else []
             step_unchecked([wide], [g[here]], moments, [], row, *books, rule, storage.code, storage.block, [])
             for x, old in zip((wide, *moments), before, strict=False):
@@ -85,7 +85,7 @@ def _load(state: Mapping[str, Any], batch: Batch, here: slice) -> list[Tensor]:
     if batch.storage.bits == 32 or not batch.names:
         return [flat(state[name]).view(-1)[here].clone() for name in batch.names]
     codes, absmax = zip(*(_stored(state, name, batch.storage, here) for name in batch.names), strict=True)
-    return decode_flat(codes, absmax, RULES[str(batch.rule)].signed, batch.storage)
+    return decode_flat(codes, absmax, RULES[str(batch.rule)].states, batch.storage)
 
 
 def _store(
@@ -95,7 +95,7 @@ def _store(
         for name, x in zip(batch.names, values, strict=True):
             flat(state[name]).view(-1)[here] = x  # not changed where the tensor was skipped
         return
-    stored = encode_flat(values, RULES[str(batch.rule)].signed, batch.storage, step=step)
+    stored = encode_flat(values, RULES[str(batch.rule)].states, batch.storage, step=step)
     for name, new in zip(batch.names, stored, strict=True):
         for old, value in zip(_stored(state, name, batch.storage, here), new, strict=True):
             old.copy_(torch.where(moved, value, old))

@@ -349,8 +349,8 @@ class Optimizer(torch.optim.Optimizer):
         self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
         mine = local(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
-        for name, signed in zip(self.states_of(group), RULES[self.rule_of(group)].signed, strict=False):
-            state |= new_moment(mine, name, storage, signed=signed, value=self.initial(group))
+        for name, kind in zip(self.states_of(group), RULES[self.rule_of(group)].states, strict=False):
+            state |= new_moment(mine, name, storage, signed=kind != "v", value=self.initial(group))
 
     def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """The state tensors that are large enough for a file."""

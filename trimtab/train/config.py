@@ -13,7 +13,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -304,7 +304,8 @@ def kind_of(config: RunConfig) -> str:
 
 def to_json(config: RunConfig) -> dict[str, Any]:
     """Dictionaries, lists, numbers and strings."""
-    values: dict[str, Any] = json.loads(json.dumps(msgspec.to_builtins(config)))  # lists in place of tuples
+    # asdict, not msgspec.to_builtins, which leaves out fields that an older file did not have. JSON: lists, not tuples.
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     return {"kind": kind_of(config), **values}
 
 

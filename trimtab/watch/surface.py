@@ -33,7 +33,7 @@ def moments_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tu
         names = tuple(optimizer.states_of(group))
         # AdafactorMomentum keeps a momentum as the kernels do, but has an update of its own; SGD may keep nothing.
         extras = optimizer.extras_of(torch.empty(1, 1, device="meta"))  # type: ignore[attr-defined]
-        known = len(names) == len(RULES[rule].signed) and "exp_avg_sq_row" not in extras
+        known = len(names) == len(RULES[rule].states) and "exp_avg_sq_row" not in extras
         return (rule if known else None), names
     if isinstance(optimizer, torch.optim.Adam):  # AdamW is one of them
         return (None if group["amsgrad"] else "adamw"), ("exp_avg", "exp_avg_sq")

@@ -100,7 +100,7 @@ def _decode(batch: Batch, i: int, start: int, stop: int) -> dict[str, Tensor]:
         return {name: kept[name].view(-1)[start:stop] for name in batch.names}
     codes = [kept[f"{name}_codes"].view(-1)[start:stop] for name in batch.names]
     absmax = [kept[f"{name}_absmax"][start // block : -(-stop // block)] for name in batch.names]
-    decoded = decode_flat(codes, absmax, [name != batch.second for name in batch.names], batch.storage)
+    decoded = decode_flat(codes, absmax, batch.kinds, batch.storage)
     return dict(zip(batch.names, decoded, strict=True))
 
 
@@ -129,7 +129,7 @@ def _state_error(batch: Batch, i: int, row: Tensor, start: int, stop: int) -> Te
     g = batch.grads[i].view(-1)[start:stop].float() * row[GRAD_SCALE]
     m = row[BETA1] * old["exp_avg"] + row[GAIN1] * g
     v = row[BETA2] * old[str(batch.second)] + row[GAIN2] * g.square()
-    stored = encode_flat([m, v], [True, False], batch.storage, step=1)
-    m8, v8 = decode_flat([c for c, _ in stored], [a for _, a in stored], [True, False], batch.storage)
+    stored = encode_flat([m, v], "mv", batch.storage, step=1)
+    m8, v8 = decode_flat([c for c, _ in stored], [a for _, a in stored], "mv", batch.storage)
     u, u8 = (a / (b.sqrt() * row[DEBIAS] + row[EPS]) for a, b in ((m, v), (m8, v8)))
     return torch.stack([(u8 - u).double().square().sum(), u.double().square().sum()])

@@ -11,16 +11,17 @@ import hashlib
 import sys
 from pathlib import Path
 
-# The states that each rule keeps, in order: m is signed (a first moment), v is not negative (a second moment).
+# The states that each rule keeps, in order: v is a second moment, not negative; m is a first moment of the gradient, and
+# n one of the normalized gradient, both signed.
 RULES = {
     "adamw": "mv",
     "momentum": "m",
     "lion": "m",
     "rms": "v",
     "ademamix": "mmv",
-    "rms_momentum": "mv",
+    "rms_momentum": "nv",
     "rms_centered": "mv",
-    "rms_centered_momentum": "mmv",
+    "rms_centered_momentum": "nmv",
 }
 SCALARS = (
     "grad_scale",  # g <- grad_scale * gradient

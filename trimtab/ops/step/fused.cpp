@@ -14,7 +14,7 @@ struct Math;
 template <Rule R>
 constexpr int states_of = __builtin_strlen(STATES[(int)R]);
 template <Rule R>
-constexpr bool is_signed(int i) { return STATES[(int)R][i] == 'm'; }
+constexpr bool is_signed(int i) { return STATES[(int)R][i] != 'v'; }
 
 template <>
 struct Math<Rule::adamw> {
@@ -120,7 +120,9 @@ enum class Storage { float32, before, beside, quadratic };
 template <Rule R>
 constexpr bool has_second = !is_signed<R>(states_of<R> - 1);  // then the quadratic code keeps the other moments in its units
 template <Rule R>
-constexpr Kind kind_of(int i) { return !is_signed<R>(i) ? Kind::root : has_second<R> ? Kind::unit : Kind::plain; }
+constexpr Kind kind_of(int i) {
+  return !is_signed<R>(i) ? Kind::root : has_second<R> && STATES[(int)R][i] == 'm' ? Kind::unit : Kind::plain;
+}
 
 // The moments of one vector in the quadratic code.
 template <Rule R, bool WIDE>
@@ -132,7 +134,9 @@ INLINE void decode_quadratic(const uint8_t* const* codes, int64_t k, const Scale
   }
   const vi stored = root_bits<WIDE>(load_codes(codes[states - 1] + k), scale[states - 1]);
   const vf root = (vf)stored, unit = (vf)unit_bits<WIDE>(stored, scale[states - 1]);
-  for (int i = 0; i < states - 1; i++) state[i] = decode_unit(codes[i] + k) * (unit * scale[i].unit);
+  for (int i = 0; i < states - 1; i++)
+    if (kind_of<R>(i) == Kind::unit) state[i] = decode_unit(codes[i] + k) * (unit * scale[i].unit);
+    else state[i] = decode_plain(codes[i] + k) * scale[i].unit;
   state[states - 1] = root * root;
 }
 
@@ -404,7 +408,7 @@ struct Quadratic {
         c[q] = root_code<WIDE>(stored, load<vi>(b.root_dither + i), window);
         const vf per_unit = (vf)(2 * ONE - unit_bits<WIDE>(stored, window));  // 1 / unit, exactly
         for (int j = 0; j < firsts; j++) {
-          const vf u = state[j] * per_unit;
+          const vf u = kind_of<R>(j) == Kind::unit ? state[j] * per_unit : state[j];
           store(b.moment[j] + i, u);
           largest[j] = larger(largest[j], magnitude_bits(u) & valid<EXACT>(i));
         }
@@ -422,7 +426,7 @@ struct Quadratic {
         memset(codes[j], 0, count);
         continue;
       }
-      constexpr Kind kind = kind_of<R>(0);
+      const Kind kind = kind_of<R>(j);
       const vf inverse = inverse_of(top_value, top(kind));
       const float *x = moment[j], *d = dither + j * padded;
       uint8_t* const to = codes[j];
@@ -430,7 +434,7 @@ struct Quadratic {
       vi c[4];
       for (int64_t k = 0; k < n; k += GROUP) {
 #pragma GCC unroll 4
-        for (int q = 0; q < 4; q++) c[q] = signed_code<kind>(load(x + k + q * W), load(d + k + q * W), inverse);
+        for (int q = 0; q < 4; q++) c[q] = signed_code(kind, load(x + k + q * W), load(d + k + q * W), inverse);
         put_signed(to + k, c);
       }
     }

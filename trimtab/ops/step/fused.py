@@ -123,7 +123,7 @@ def gradient_norms(grads: Tensors) -> Tensor:
 def step_reference(*arguments: Any) -> None:
     """The definition, tensor by tensor."""
     a = Arguments(*arguments)
-    kinds = RULES[a.rule].signed
+    rule = RULES[a.rule]
     keep = a.scalars.isfinite().all(dim=1).tolist()
     for i, row in enumerate(a.scalars.tolist()):
         if not keep[i]:
@@ -138,9 +138,9 @@ def step_reference(*arguments: Any) -> None:
         if not scales:
             stored: list[tuple[Tensor, ...]] = [(moment,) for moment in moments]
         elif a.code == "quadratic":
-            stored = list(encode_moments(moments, kinds, a.block, step=int(row[STEP])))
+            stored = list(encode_moments(moments, rule.states, a.block, step=int(row[STEP])))
         else:
-            stored = [_encode(x, s, a) for x, s in zip(moments, kinds, strict=True)]
+            stored = [_encode(x, s, a) for x, s in zip(moments, rule.signed, strict=True)]
         for k, values in enumerate(stored):
             for target, value in zip((states[k], *scales[k : k + 1]), values, strict=True):
                 target.copy_(value)
@@ -185,12 +185,12 @@ def _advance(a: Arguments, i: int, row: Row) -> tuple[Tensor, Tensor, Moments]:
 
 
 def _decode(a: Arguments, i: int) -> Tensors:
-    states, scales, signed = a.states[i :: len(a.params)], a.absmax[i :: len(a.params)], RULES[a.rule].signed
+    states, scales, rule = a.states[i :: len(a.params)], a.absmax[i :: len(a.params)], RULES[a.rule]
     if not scales:
         return states
     if a.code == "quadratic":
-        return decode_moments(states, scales, signed, a.block)
-    books = [a.signed if s else a.unsigned for s in signed]
+        return decode_moments(states, scales, rule.states, a.block)
+    books = [a.signed if s else a.unsigned for s in rule.signed]
     stored = zip(states, scales, books, strict=True)
     return [dequantize_reference(c, scale, book, a.block, torch.float32) for c, scale, book in stored]
 
@@ -229,7 +229,7 @@ def _check(
     if code == "quadratic" and (signed is not None or unsigned is not None):
         raise ValueError("the quadratic code uses no codebook; leave signed and unsigned out")
     check_block(block)
-    count, wanted = len(params), len(RULES[rule].signed)
+    count, wanted = len(params), len(RULES[rule].states)
     lists = {"states": states} if absmax is None else {"states": states, "absmax": absmax}
     for name, value in lists.items():
         if len(value) != wanted or any(len(tensors) != count for tensors in value):

@@ -111,8 +111,14 @@ class Form:
 
     @property
     def roots(self) -> bool:
-        """The quadratic code keeps √v instead of v, and the first moments in units of it."""
+        """The quadratic code keeps √v instead of v."""
         return self.quantized == 2 and self.has_v
+
+    @property
+    def units(self) -> int:
+        """Bit K: the quadratic code keeps state K in units of √v."""
+        states = RULES[self.rule].states if self.rule else ""
+        return sum(1 << k for k, kind in enumerate(states) if kind == "m") if self.has_v else 0
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,12 @@ def _groups(a: Arguments) -> Iterator[_Group]:
 
 def keeps_of(rule: str) -> int:
     """`Form.keeps` of a rule; "" is none."""
-    return sum(1 << _place(k, rule) for k in range(len(RULES[rule].signed))) if rule else 0
+    return sum(1 << _place(k, rule) for k in range(len(RULES[rule].states))) if rule else 0
 
 
 def _place(k: int, rule: str) -> int:
     """The column of the rule's state k: m comes first, then the slow m, then v."""
-    return k if RULES[rule].signed[k] else 2
+    return 2 if RULES[rule].states[k] == "v" else k
 
 
 def _books(a: Arguments) -> Tensor:
@@ -323,9 +329,9 @@ def _halve(x):
 
 
 @triton.jit
-def _top(FORM: tl.constexpr):
+def _top(K: tl.constexpr, FORM: tl.constexpr):
     """The value of the largest code of a first moment, in units of code 1."""
-    return 127.0 if FORM.has_v else 260046848.0
+    return 127.0 if (FORM.units >> K) & 1 else 260046848.0
 
 
 @triton.jit
@@ -343,7 +349,7 @@ def _low(end, shift):
 @triton.jit
 def _knee(end):
     """The bits of the number with code KNEE in a wide window."""
-    return tl.maximum((end - 125) & ~3, (LOWEST >> COARSEST) + 4 * KNEE) << COARSEST
+    return tl.maximum((end - 252 + KNEE) & ~3, (LOWEST >> COARSEST) + 4 * KNEE) << COARSEST
 
 
 @triton.jit
@@ -377,10 +383,11 @@ def _decode_quadratic(codes, scale, unit, K: tl.constexpr, FORM: tl.constexpr):
         return _decode_root(codes, scale)
     else:
         c = codes.to(tl.int8, bitcast=True).to(tl.float32)
-        if not FORM.has_v:
+        if (FORM.units >> K) & 1 == 0:
             value = _twice(_twice(tl.abs(c)))
             c = tl.where(c < 0, -value, value)
-        return c * (tl.div_rn(scale, _top(FORM)) * unit)
+            return c * tl.div_rn(scale, _top(K, FORM))
+        return c * (tl.div_rn(scale, _top(K, FORM)) * unit)
 
 
 @triton.jit
@@ -416,9 +423,9 @@ def _encode_first(at, start, x, bits, K: tl.constexpr, FORM: tl.constexpr):
     """Codes of what `_as_kept` returns."""
     dither = ((_phase(at, start, K, FORM) >> 22).to(tl.float32) - 511.5) * (1 / 1024)
     absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
-    inverse = tl.minimum(tl.div_rn(_top(FORM) + tl.zeros(absmax.shape, tl.float32), absmax), LARGEST)
+    inverse = tl.minimum(tl.div_rn(_top(K, FORM) + tl.zeros(absmax.shape, tl.float32), absmax), LARGEST)
     z = tl.where(bits < INFINITY_BITS, x * inverse, 0.0)
-    if FORM.has_v:
+    if (FORM.units >> K) & 1:
         f = z + dither
     else:
         y = tl.abs(z)
@@ -436,8 +443,8 @@ def _keep_21_bits(bits):
 
 @triton.jit
 def _unit(root, choice, end):
-    """The largest power of two in a stored root, as bits; in a wide window not below the knee / 2^8."""
-    lowest = tl.where(choice == 0, _knee(end) - (8 << 23), 0)
+    """The largest power of two in a stored root, as bits; in a wide window not below the knee / 2^7."""
+    lowest = tl.where(choice == 0, _knee(end) - (7 << 23), 0)
     return tl.maximum(root, lowest) & 0x7F800000
 
 
@@ -450,7 +457,8 @@ def _as_kept(at, start, moments, most, choice, FORM: tl.constexpr):
         unit = _unit(root, choice, _end(most, COARSEST))
         per_unit = (0x7F000000 - unit).to(tl.float32, bitcast=True)  # 1 / unit, exactly
         per_unit = tl.where(most < INFINITY_BITS, per_unit, float("nan"))  # such a block is NaN in every moment
-        m, slow = m * per_unit, slow * per_unit
+        m = m * per_unit if FORM.units & 1 else m
+        slow = slow * per_unit if FORM.units & 2 else slow
     return m, slow, v
 
 

@@ -8,10 +8,10 @@ namespace trimtab::TRIMTAB_LEVEL {
 // root: √v; unit: a first moment in units of the stored √v; plain: a first moment of a rule without v.
 enum class Kind { root, unit, plain };
 
-// A root is a float32 with its last `shift` bits cut off; the code is its place in a window of 256 such numbers. Where the finest
-// windows are too short, the window is wide: of its numbers below the knee, code 127, only every fourth has a code. absmax of
+// A root is a float32 with its last `shift` bits cut off; the code is its place in a window of 256 such numbers. Where such
+// windows are too short, the window is wide: of its numbers below the knee, code 96, only every fourth has a code. absmax of
 // roots is the end of the window, and its last bits hold COARSEST - shift, or 0 if it is wide.
-constexpr int COARSEST = 18, FINEST = 13, KNEE = 127;
+constexpr int COARSEST = 18, FINEST = 13, KNEE = 96;
 constexpr int32_t EXPONENT = 0x7f800000, LOWEST = (127 - 80) << 23;  // LOWEST: the bits of 2^-80, whose square is zero
 constexpr int32_t LARGEST_ROOT = (127 + 63) << 23;                    // of 2^63: one code more does not overflow in the square
 
@@ -29,7 +29,7 @@ struct Scale {
 INLINE int32_t later(int32_t a, int32_t b) { return a > b ? a : b; }
 INLINE Scale window(int32_t end, int shift, bool wide) {
   const int32_t first = LOWEST >> shift;
-  const int32_t low = wide ? later((end - 125) & ~3, first + 4 * KNEE) - KNEE : later(end - 255, first);
+  const int32_t low = wide ? later((end - 252 + KNEE) & ~3, first + 4 * KNEE) - KNEE : later(end - 255, first);
   return {0, shift, low, wide};
 }
 
@@ -101,11 +101,11 @@ INLINE vf decode_plain(const uint8_t* codes) {
   return signed_as((vf)larger((doubled << 1) - ONE, vi{}), c);
 }
 
-// The unit of first moments: the largest power of two in the stored root; in a wide window not below the knee / 2^8.
+// The unit of first moments: the largest power of two in the stored root; in a wide window not below the knee / 2^7.
 template <bool WIDE>
 INLINE vi unit_bits(vi root, const Scale& w) {
   const int32_t knee = (w.low + KNEE) << COARSEST;
-  return (WIDE ? larger(root, splat(knee - (8 << 23))) : root) & EXPONENT;
+  return (WIDE ? larger(root, splat(knee - (7 << 23))) : root) & EXPONENT;
 }
 
 // absmax to 21 bits: float32 state dicts then restore it exactly.
@@ -144,9 +144,8 @@ static inline void make_dither(float* table, int64_t count, int moment, float st
 // --- Codes of one vector, before they are packed.
 
 // Between the smallest codes of fourth powers the bits have corners of their own; the straight lines from code to code are lower.
-template <Kind K>
-INLINE vi signed_code(vf x, vf dither, vf inverse) {
-  if (K == Kind::unit) return round_to_int(x * inverse + dither);
+INLINE vi signed_code(Kind kind, vf x, vf dither, vf inverse) {
+  if (kind == Kind::unit) return round_to_int(x * inverse + dither);
   const vf z = magnitude(x) * inverse;
   vf code = halve(halve(z));
   code = smaller(code, z);

@@ -10,14 +10,14 @@ of their gradients. w is the largest power of two in the stored root, so that mu
 but not below 2^-12 of the block's largest: for β1 > √β2, m / √v of an element without gradient grows, and with it the
 scale of its block.
 Rules without a second moment (SGD, Lion) store m itself, whose sizes differ as much as those of the gradients: fourth
-powers span eight decades.
+powers span eight decades. So does the momentum of RMSprop, which is divided by √v before it is averaged.
 
 Roots. The bits of a positive float32 are an integer that grows with the number, linearly between powers of two. Cut
 off the last `shift` bits, and 2^(23 - shift) numbers remain per power of two. The code counts places in a window of 256
 such numbers; absmax holds the end of the window, and in its last three bits the shift. Each block takes the smallest
 shift from 13 to 18 whose window holds all its roots: neighbours differ by 0.1 % where the roots span a fifth of a power
-of two, by 3 % where they span 8. If they span more, the window is wide: 128 codes with shift 18 for the four upper
-powers of two, 127 codes with shift 20 for the 16 below; what is smaller is stored as its first number. So a block of
+of two, by 3 % where they span 8. If they span more, the window is wide: 160 codes with shift 18 for the five upper
+powers of two, 96 codes with shift 20 for the 12 below; what is smaller is stored as its first number. So a block of
 similar roots has small errors, and neither an outlier nor an element without gradient takes the digits of the others.
 
 The unit follows the *stored* root, so m₈ has only the rounding error of its own code. With units of the exact root,
@@ -52,7 +52,7 @@ from torch.nn.functional import pad
 Kind = Literal["unit", "plain"]
 TOP: dict[Kind, float] = {"unit": 127.0, "plain": 260046848.0}  # value of the largest code
 COARSEST, FINEST = 18, 13  # shifts
-KNEE = 127  # the code of a wide window above which all numbers have a code, and below which every fourth has
+KNEE = 96  # the code of a wide window above which all numbers have a code, and below which every fourth has
 LOWEST = (127 - 80) << 23  # the bits of 2^-80, the smallest root of a window: its square is zero in float32
 LARGEST_ROOT = (127 + 63) << 23  # of 2^63: one code more does not overflow in the square
 _LARGEST = torch.finfo(torch.float32).max
@@ -69,33 +69,37 @@ SECOND = 2
 
 
 def encode_moments(
-    moments: Sequence[Tensor], signed: Sequence[bool], block: int, *, step: int | Tensor = 0
+    moments: Sequence[Tensor], kinds: str, block: int, *, step: int | Tensor = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Codes and absmax of each float32 moment of one tensor; a second moment comes last. `step` chooses the dither."""
-    if signed[-1]:
+    """Codes and absmax of each float32 moment of one tensor; a second moment comes last. `step` chooses the dither.
+
+    `kinds` are the letters of trimtab/ops/native/table.py.
+    """
+    if kinds[-1] != "v":
         return [quantize_first(m, "plain", block, (k, step)) for k, m in enumerate(moments)]
     codes, absmax = quantize_root(exact_root(moments[-1]), block, step)
     per_unit = 1 / unit_of(codes, absmax, block)  # exact; NaN where the root is
-    first = [quantize_first(m * per_unit, "unit", block, (k, step)) for k, m in enumerate(moments[:-1])]
-    return [*first, (codes, absmax)]
+    stored = []
+    for k, (m, kind) in enumerate(zip(moments[:-1], kinds, strict=False)):
+        u = m * per_unit if kind == "m" else torch.where(per_unit.isnan(), torch.nan, m)
+        stored.append(quantize_first(u, _kind(kind), block, (k, step)))
+    return [*stored, (codes, absmax)]
 
 
-def decode_moments(
-    codes: Sequence[Tensor], absmax: Sequence[Tensor], signed: Sequence[bool], block: int
-) -> list[Tensor]:
+def decode_moments(codes: Sequence[Tensor], absmax: Sequence[Tensor], kinds: str, block: int) -> list[Tensor]:
     """The inverse of `encode_moments`, in float32."""
-    if signed[-1]:
+    if kinds[-1] != "v":
         return [dequantize_first(c, a, "plain", block) for c, a in zip(codes, absmax, strict=True)]
     root, unit = dequantize_root(codes[-1], absmax[-1], block), unit_of(codes[-1], absmax[-1], block)
-    firsts = zip(codes[:-1], absmax[:-1], strict=True)
-    return [*(dequantize_first(c, a, "unit", block, unit) for c, a in firsts), root * root]
+    firsts = zip(codes[:-1], absmax[:-1], kinds, strict=False)
+    return [*(dequantize_first(c, a, _kind(k), block, unit if k == "m" else 1.0) for c, a, k in firsts), root * root]
 
 
 def start_quadratic(value: float, signed: bool) -> tuple[int, float]:
     """Code and absmax of a new moment that is `value` everywhere; only a second moment can start above zero."""
     if signed or not value:
         return 0, 0.0
-    codes, absmax = encode_moments([torch.full((1,), value)], [False], 1)[0]
+    codes, absmax = encode_moments([torch.full((1,), value)], "v", 1)[0]
     return int(codes), float(absmax)
 
 
@@ -143,7 +147,8 @@ def quantize_first(
     absmax = _keep_21_bits(blocks.abs().amax(dim=1, keepdim=True))
     finite = absmax.isfinite()
     # Where absmax is zero, or too small to divide by, the largest number instead of the quotient: zeros stay zero.
-    z = torch.where(finite, blocks * (TOP[kind] / absmax).clamp(max=_LARGEST), 0.0)
+    top = torch.full_like(absmax, TOP[kind])  # a tensor: number / tensor is rounded twice in PyTorch
+    z = torch.where(finite, blocks * (top / absmax).clamp(max=_LARGEST), 0.0)
     if kind == "plain":
         y = _fourth_root(z.abs()) + noise
         f = torch.where(z.signbit() & ~y.signbit(), -y, y)
@@ -171,9 +176,9 @@ def halve(x: Tensor) -> Tensor:
 
 
 def unit_of(codes: Tensor, absmax: Tensor, block: int) -> Tensor:
-    """The largest power of two in a stored root; in a wide window not below the knee / 2^8. NaN where the root is."""
+    """The largest power of two in a stored root; in a wide window not below the knee / 2^7. NaN where the root is."""
     root, end = dequantize_root(codes, absmax, block), absmax.view(torch.int32)
-    lowest = torch.where((end & 7) == 0, _knee(end >> COARSEST) - (8 << 23), 0)
+    lowest = torch.where((end & 7) == 0, _knee(end >> COARSEST) - (7 << 23), 0)
     power = torch.maximum(root.view(torch.int32), _spread(lowest, codes, block)) & _EXPONENT
     return torch.where(root.isnan(), torch.nan, power.view(torch.float32))
 
@@ -181,6 +186,11 @@ def unit_of(codes: Tensor, absmax: Tensor, block: int) -> Tensor:
 def exact_root(x: Tensor) -> Tensor:
     # PyTorch's float32 square root may be off in the last bit on some machines; the rounded float64 one is not.
     return x.double().sqrt().float()
+
+
+def _kind(letter: str) -> Kind:
+    """Of a moment beside a second one."""
+    return "unit" if letter == "m" else "plain"
 
 
 def _end(most: Tensor, shift: int | Tensor) -> Tensor:
@@ -199,7 +209,7 @@ def _low(end: Tensor, shift: Tensor) -> Tensor:
 
 def _knee(end: Tensor) -> Tensor:
     """The bits of the number with code KNEE in a wide window: a multiple of those below."""
-    return ((end - 125) & ~3).clamp(min=(LOWEST >> COARSEST) + 4 * KNEE) << COARSEST
+    return ((end - 252 + KNEE) & ~3).clamp(min=(LOWEST >> COARSEST) + 4 * KNEE) << COARSEST
 
 
 def _fourth_root(z: Tensor) -> Tensor:

@@ -90,18 +90,19 @@ def _ademamix(p: Tensor, g: Tensor, m: Tensor, slow: Tensor, v: Tensor, r: Row) 
 
 @dataclass(frozen=True)
 class Rule:
-    """The states of a rule (True: signed), and its update."""
+    """The states of a rule, by the letters of table.py, and its update."""
 
-    signed: tuple[bool, ...]
+    states: str
     update: Update
+
+    @property
+    def signed(self) -> tuple[bool, ...]:
+        return tuple(state != "v" for state in self.states)
 
 
 _UPDATES: list[Update] = [_adamw, _momentum, _lion, _rms, _ademamix]
 _UPDATES += [_rms_momentum, _rms_centered, _rms_centered_momentum]
-RULES = {
-    name: Rule(tuple(state == "m" for state in states), update)
-    for (name, states), update in zip(table.RULES.items(), _UPDATES, strict=True)
-}
+RULES = {name: Rule(states, update) for (name, states), update in zip(table.RULES.items(), _UPDATES, strict=True)}
 assert all(f"_{name}" == rule.update.__name__ for name, rule in RULES.items()), "trimtab/ops/native/table.py differs"
 
 

@@ -23,6 +23,7 @@ from trimtab.ops.sharding import flat
 from trimtab.ops.step import rules
 from trimtab.ops.step.fused import Arguments, Code, norms_unchecked, ratios_unchecked
 from trimtab.ops.step.quadratic import decode_moments, encode_moments, start_quadratic
+from trimtab.ops.step.rules import RULES
 
 Coding = Literal["quadratic"] | Name
 CODINGS = ("quadratic", *get_args(Name))
@@ -95,6 +96,11 @@ class Batch:
         return 0.0 if self.group.get("independent_decay") else rules.exact(self.group["weight_decay"])
 
     @property
+    def kinds(self) -> str:
+        """The letters of the moments in trimtab/ops/native/table.py."""
+        return RULES[self.rule].states if self.rule else "".join("v" if x == self.second else "m" for x in self.names)
+
+    @property
     def second(self) -> str | None:
         """The name of the second moment, which is the last one."""
         return self.names[-1] if self.names and self.names[-1] in SECOND else None
@@ -153,52 +159,48 @@ def new_moment(like: Tensor, name: str, storage: Storage, *, signed: bool, value
     return {f"{name}_codes": codes, f"{name}_absmax": absmax}
 
 
-def decode(
-    entry: Mapping[str, Any], names: Sequence[str], signed: Sequence[bool], storage: Storage
-) -> dict[str, Tensor]:
+def decode(entry: Mapping[str, Any], names: Sequence[str], kinds: str, storage: Storage) -> dict[str, Tensor]:
     """The moments in float32: the tensors themselves at 32 bits, new ones at 8."""
     if storage.bits == 32 or not names:
         return {name: entry[name] for name in names}
     codes = [entry[f"{name}_codes"] for name in names]
-    decoded = decode_flat([flat(c) for c in codes], [entry[f"{name}_absmax"] for name in names], signed, storage)
+    decoded = decode_flat([flat(c) for c in codes], [entry[f"{name}_absmax"] for name in names], kinds, storage)
     return {name: x.as_strided(c.shape, c.stride()) for name, x, c in zip(names, decoded, codes, strict=True)}
 
 
-def encode(moments: Mapping[str, Tensor], signed: Sequence[bool], storage: Storage) -> dict[str, Tensor]:
+def encode(moments: Mapping[str, Tensor], kinds: str, storage: Storage) -> dict[str, Tensor]:
     """Store float32 moments. Decoded moments are stored as the same codes again."""
     if storage.bits == 32 or not moments:
         return dict(moments)
-    stored = encode_flat([flat(x) for x in moments.values()], signed, storage)
+    stored = encode_flat([flat(x) for x in moments.values()], kinds, storage)
     entry: dict[str, Tensor] = {}
     for (name, x), (codes, absmax) in zip(moments.items(), stored, strict=True):
         entry |= {f"{name}_codes": codes.as_strided(x.shape, x.stride()), f"{name}_absmax": absmax}
     return entry
 
 
-def decode_flat(
-    codes: Sequence[Tensor], absmax: Sequence[Tensor], signed: Sequence[bool], storage: Storage
-) -> list[Tensor]:
+def decode_flat(codes: Sequence[Tensor], absmax: Sequence[Tensor], kinds: str, storage: Storage) -> list[Tensor]:
     """Codes of whole blocks, in memory order, to float32."""
     if storage.codebook == "quadratic":
-        return decode_moments(codes, absmax, signed, storage.block)
+        return decode_moments(codes, absmax, kinds, storage.block)
     signed_book, unsigned_book = storage.books(codes[0].device)
     return [
-        dequantize_blockwise(c, a, signed_book if is_signed else unsigned_book, block=storage.block)
-        for c, a, is_signed in zip(codes, absmax, signed, strict=True)
+        dequantize_blockwise(c, a, unsigned_book if kind == "v" else signed_book, block=storage.block)
+        for c, a, kind in zip(codes, absmax, kinds, strict=True)
     ]
 
 
 def encode_flat(
-    moments: Sequence[Tensor], signed: Sequence[bool], storage: Storage, *, step: int | Tensor = 0
+    moments: Sequence[Tensor], kinds: str, storage: Storage, *, step: int | Tensor = 0
 ) -> list[tuple[Tensor, Tensor]]:
     """The inverse. A positive second moment is never stored as zero. `step` determines the quadratic code's dither."""
     if storage.codebook == "quadratic":
-        return encode_moments(moments, signed, storage.block, step=step)
+        return encode_moments(moments, kinds, storage.block, step=step)
     signed_book, unsigned_book = storage.books(moments[0].device)
     stored = []
-    for x, is_signed in zip(moments, signed, strict=True):
-        codes, absmax = quantize_blockwise(x, signed_book if is_signed else unsigned_book, block=storage.block)
-        if not is_signed:
+    for x, kind in zip(moments, kinds, strict=True):
+        codes, absmax = quantize_blockwise(x, unsigned_book if kind == "v" else signed_book, block=storage.block)
+        if kind == "v":
             codes.masked_fill_((codes == 0) & (x > 0), 1)
         stored.append((codes, absmax))
     return stored
