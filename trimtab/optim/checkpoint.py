@@ -3,8 +3,8 @@
     packed      exp_avg_codes, exp_avg_absmax      as in memory: small, and a resume continues bit for bit
     portable    exp_avg                            float32 under PyTorch's names: any such optimizer, any sharding
 
-Decoded 8-bit state is stored again as the same codes and scales. So a resume from portable state continues bit for bit
-too, on the same number of processes: there the blocks are the same. (Exception: the published table "dynamic" has no
+Decoded 8-bit state is stored again as the same values. So a resume from portable state continues bit for bit too, on
+the same number of processes: there the blocks are the same. (Exception: the published table "dynamic" has no
 -1, so a block whose largest magnitude is negative gets another scale.) Everything is plain tensors, numbers and
 strings: `torch.load(weights_only=True)` reads it.
 

@@ -11,7 +11,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-# The states that each rule keeps, in order: v is a second moment, not negative; m is a first moment of the gradient, and
+# The states that each rule keeps, in order: v is a second moment, not negative; m is a first moment of the gradient and
 # n one of the normalized gradient, both signed.
 RULES = {
     "adamw": "mv",

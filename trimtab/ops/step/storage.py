@@ -169,7 +169,7 @@ def decode(entry: Mapping[str, Any], names: Sequence[str], kinds: str, storage: 
 
 
 def encode(moments: Mapping[str, Tensor], kinds: str, storage: Storage) -> dict[str, Tensor]:
-    """Store float32 moments. Decoded moments are stored as the same codes again."""
+    """Store float32 moments. Decoded moments are stored as the same values again."""
     if storage.bits == 32 or not moments:
         return dict(moments)
     stored = encode_flat([flat(x) for x in moments.values()], kinds, storage)
