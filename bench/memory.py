@@ -13,24 +13,23 @@ allocator setting is changed.
 A pair that would not fit into the free memory is predicted from the smaller sizes and not run. The largest models in
 8, 16 and 24 GiB are computed from the line through the measured peaks, not run.
 
-The model is trimtab.nn.GPT in the shape of GPT-2 in all settings. Embeddings keep 32-bit state in ours (the default) and
-have 8-bit state in bitsandbytes and torchao (their default).
+The model is trimtab.nn.GPT in the shape of GPT-2 in all settings; the first five have float32 weights and keep all
+activations. Embeddings have 32-bit state in ours (the default) and 8-bit state in bitsandbytes and torchao (theirs).
 """
 
 import json
 import math
-import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import tyro
-from rich.table import Table
 
 from bench.measure import Bar, console, peer, report
 from trimtab import optim
@@ -52,7 +51,8 @@ NAMES: dict[Setting, str] = {
 KNOWN: dict[Setting, float] = {"torch": 16, "bitsandbytes": 10, "torchao": 10, "8-bit": 10, "release": 7, "lean": 6.5}
 BARS: dict[str, float] = {"774M": 6.0, "1.5B": 10.0}  # GiB, in the setting "lean"
 MEMORIES = (8, 16, 24)  # GiB
-SPARE = 1.0  # GiB that the machine keeps; a process that leaves less is ended
+SPARE = 4  # GiB of the machine for other processes: a prediction above the rest is not run
+LEAST = 1  # GiB; a process that leaves less to the machine is ended
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def main(
         for size in (size for size in SHAPES if size in only):
             task = Task(setting, *SHAPES[size], context=context, batch=batch, threads=threads)
             rows[size] = measure_or_predict(task, [row for row in rows.values() if isinstance(row, Result)])
-            console.print(f"{NAMES[setting]}, {size}: {describe(rows[size])}", highlight=False)
+            console.print(f"{NAMES[setting]}, {size}: {describe(rows[size])}", highlight=False, soft_wrap=True)
     console.print("")
     show(found)
     lean = found.get("lean", {})
@@ -214,17 +214,21 @@ def run(task: Task) -> Result:
     """Measure in a new process, which is ended if it leaves too little memory to the machine."""
     code = "import json, sys; from bench import memory; memory.main_of_process(json.loads(sys.argv[1]))"
     command = [sys.executable, "-c", code, json.dumps(asdict(task))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as process:
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=Path(__file__).parents[1]
+        )
         while process.poll() is None:
-            if available() < SPARE * GIB:
+            if available() < LEAST * GIB:
                 used = status("VmRSS", process.pid) / GIB
                 process.kill()
-                raise SystemExit(f"{task} was ended at {used:.1f} GiB: the machine has less than {SPARE} GiB left")
+                process.wait()
+                raise SystemExit(f"{task} was ended at {used:.1f} GiB: the machine has less than {LEAST} GiB left")
             time.sleep(0.05)
-        assert process.stdout is not None
-        printed = process.stdout.read()
-    if process.returncode:
-        raise SystemExit(f"{task} failed with exit code {process.returncode}")
+        printed, _ = process.communicate()
+        if process.returncode:
+            errors.seek(0)
+            raise SystemExit(f"{task} failed with exit code {process.returncode}:\n{errors.read()[-2000:]}")
     return Result(**json.loads(printed.splitlines()[-1]))
 
 
@@ -291,7 +295,7 @@ def show(found: Mapping[Setting, Mapping[str, Result | float]]) -> None:
         cells = [f"{rows[common[-1]].bytes_per_parameter:.1f}"] if common else []  # type: ignore[union-attr]
         for size in sizes:
             row = rows.get(size, math.nan)
-            cells.append(f"{row.peak / GIB:.2f}" if isinstance(row, Result) else f"does not fit (about {row / GIB:.0f})")
+            cells.append(f"{row.peak / GIB:.2f}" if isinstance(row, Result) else f"no: about {row / GIB:.0f}")
         for memory in MEMORIES:
             cells.append(in_words(largest(results, memory * GIB)) if len(results) > 1 else "")
         print(f"| {NAMES[setting]} | " + " | ".join(cells) + " |")
