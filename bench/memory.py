@@ -18,7 +18,6 @@ activations. Embeddings have 32-bit state in ours (the default) and 8-bit state 
 """
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -145,7 +144,7 @@ def take_steps(task: Task) -> Result:
         tokens = torch.randint(0, task.vocab, (task.batch, task.context + 1))
         start = time.perf_counter()
         loss = model.loss(tokens[:, :-1], tokens[:, 1:].contiguous()).loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - start
@@ -188,8 +187,7 @@ def build_optimizer(setting: Setting, model: GPT) -> Any:
         return peer("bitsandbytes").optim.AdamW8bit(model.parameters())
     if setting == "torchao":
         return peer("torchao").AdamW8bit(model.parameters())
-    rounding = "split" if setting == "lean" else "nearest"
-    optimizer = optim.AdamW(model.named_parameters(), bits=8, rounding=rounding)
+    optimizer = optim.AdamW(model.named_parameters(), bits=8, rounding="split" if setting == "lean" else "nearest")
     if setting != "8-bit":
         optimizer.step_in_backward(model)
     return optimizer
@@ -293,13 +291,15 @@ def show(found: Mapping[Setting, Mapping[str, Result | float]]) -> None:
     for setting, rows in found.items():
         results = [row for row in rows.values() if isinstance(row, Result)]
         cells = [f"{rows[common[-1]].bytes_per_parameter:.1f}"] if common else []  # type: ignore[union-attr]
-        for size in sizes:
-            row = rows.get(size, math.nan)
-            cells.append(f"{row.peak / GIB:.2f}" if isinstance(row, Result) else f"no: about {row / GIB:.0f}")
+        cells += [in_cell(rows[size]) if size in rows else "" for size in sizes]
         for memory in MEMORIES:
             cells.append(in_words(largest(results, memory * GIB)) if len(results) > 1 else "")
         print(f"| {NAMES[setting]} | " + " | ".join(cells) + " |")
     print()
+
+
+def in_cell(row: Result | float) -> str:
+    return f"{row.peak / GIB:.2f}" if isinstance(row, Result) else f"no: about {row / GIB:.0f}"
 
 
 def in_words(parameters: float) -> str:
