@@ -1,12 +1,12 @@
 """The largest model for a given memory: peak memory of real training steps of GPT-2, from 124M to 1.5B parameters.
 
-    python -m bench.memory                                  everything: about 25 minutes on two cores
+    python -m bench.memory                                  everything: about 30 minutes on two cores
     python -m bench.memory --only 124M 355M --settings torch lean
 
 Each pair of size and setting is a new process. It builds the model and takes two steps (forward, backward, step,
 zero_grad) on random tokens: the second one has optimizer state from the beginning. The peak is the kernel's (VmHWM):
 it includes the interpreter and PyTorch, activations, temporary copies, and memory that the allocator keeps. No
-allocator setting is changed.
+allocator setting is changed here; `step_in_backward` itself calls malloc_trim twice, so "release" and "lean" have that.
 
     bytes per parameter = (peak - memory before the model is built) / parameters
 
