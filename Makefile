@@ -40,6 +40,7 @@ bench: .venv/installed
 	$(BIN)/python -m bench.train
 	$(BIN)/python -m bench.watch
 	$(BIN)/python -m bench.lab
+	$(BIN)/python -m bench.memory
 
 # torch is installed first and alone, so that no other package selects another version.
 .venv/ready: $(SOURCES)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench import memory
 from bench.measure import interleave, must_call
 from bench.nano_gpt import NanoGPT
 from bench.ops import gpt2_shapes
@@ -55,3 +56,34 @@ def test_a_whole_step_is_measured_for_every_candidate(monkeypatch):
     assert [bar.bar for bar in bars][:2] == [1.0, 1.0]
     assert [FLOAT in bars[0].what, INT8 in bars[2].what] == [True, True]
     assert all(bar.measured > 0 for bar in bars)
+
+
+@pytest.mark.parametrize("setting", ["torch", "lean"])
+def test_memory_of_steps_is_that_of_a_new_process(setting):
+    result = memory.run(memory.Task(setting, 1, 64, 2, vocab=300, context=16))
+    assert result.parameters == 12 * 64**2 + 13 * 64 + (300 + 16) * 64 + 2 * 64
+    assert 0 < result.before <= result.built <= result.peak < memory.GIB
+    assert result.seconds > 0
+    assert 4 < result.loss < 10
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(SystemExit, match=r"width=64 does not split into heads=3"):
+        memory.run(memory.Task("8-bit", 1, 64, 3, vocab=300, context=16))
+
+
+def test_a_size_that_does_not_fit_is_predicted_by_the_line_and_not_run(monkeypatch, capsys):
+    smaller = [memory.Result(n, 100, 200, 1000 + 16 * n, 1.0, 5.0) for n in (10**8, 3 * 10**8)]
+    task = memory.Task("torch", *memory.SHAPES["1.5B"])
+    monkeypatch.setattr(memory, "available", lambda: 20 * memory.GIB)
+    needs = memory.measure_or_predict(task, smaller)
+    assert needs == pytest.approx(16 * 1.5576e9, rel=0.01)
+    assert memory.largest(smaller, 1000 + 16 * 10**9) == pytest.approx(10**9)
+    memory.show({"torch": {"124M": smaller[0], "355M": smaller[1], "1.5B": needs}})
+    header, _, row, *_ = capsys.readouterr().out.splitlines()
+    assert header.count("|") == row.count("|") == 9
+    assert "no: about 23" in row
+
+
+def test_model_sizes_in_words():
+    assert [memory.in_words(n) for n in (3.349e8, 9.96e8, 1.94e9)] == ["335M", "1B", "1.9B"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.conftest import seed
 from trimtab import optim
 from trimtab.nn.gpt import GPT, GPT_SIZES, GPTConfig
+from trimtab.nn.linear import SwitchBackLinear
 from trimtab.nn.loss import IGNORE, cross_entropy
 from trimtab.nn.tap import listen
 
@@ -282,6 +283,19 @@ def test_checkpointing_gives_the_same_gradients_and_keeps_less(attention):
             model.loss(*batch())
         kept[checkpointing], grads[checkpointing] = sum(saved), gradients(model)
     assert kept[True] < kept[False] / 2
+    assert all(torch.equal(grads[True][name], grads[False][name]) for name in grads[False])
+
+
+def test_checkpointing_does_not_keep_the_codes_of_weights_and_changes_no_gradient():
+    grads = {}
+    for checkpointing in (False, True):
+        model = build(checkpointing=checkpointing, linear="switchback-m", depth=3)
+        layers = [layer for layer in model.modules() if isinstance(layer, SwitchBackLinear)]
+        loss = model.loss(*batch()).loss
+        assert [layer._made is None for layer in layers] == [checkpointing] * 12
+        loss.backward()
+        assert [layer._made is None for layer in layers] == [checkpointing] * 12
+        grads[checkpointing] = {name: p.grad for name, p in model.named_parameters()}
     assert all(torch.equal(grads[True][name], grads[False][name]) for name in grads[False])
 
 

@@ -212,6 +212,22 @@ def test_checkpointing_gives_the_same_gradients(reentrant):
     assert torch.equal(weight.grad, straight[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_weights_gradient_is_summed_in_float32_in_parts(monkeypatch, dtype):
+    x, weight, targets = (t.detach().to(dtype) if t.is_floating_point() else t for t in some(width=64))
+    x.requires_grad_()
+    weight.requires_grad_()
+    (whole,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets).loss, weight)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 3)
+    (parts,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets).loss, weight)
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1)
+    (chunks,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets).loss, weight)
+    assert whole.dtype == parts.dtype == dtype
+    # A product may sum in another order for another shape: one rounding of 16 bits.
+    for other in (parts, chunks):
+        torch.testing.assert_close(other, whole, rtol=2**-6, atol=float(whole.abs().max()) * 2**-7)
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_autocast_multiplies_in_low_precision_and_scores_in_float32(monkeypatch, low):
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 1)

@@ -311,3 +311,22 @@ def test_after_remove_a_grad_scaler_unscales_again():
         scaler.step(optimizer)
     for mine, theirs in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_free_memory_is_returned_after_building_and_after_the_first_iteration_only(monkeypatch):
+    calls: list[int] = []
+    monkeypatch.setattr(release, "_return_free_memory", lambda: calls.append(1))
+    net = Net()
+    optimizer = optim.AdamW(net.named_parameters(), bits=8)
+    optimizer.step_in_backward(net)
+    assert len(calls) == 1
+    optimizer.step()  # no gradients yet: no state, so this is not the first iteration
+    assert len(calls) == 1
+    train(net, optimizer, range(3))
+    assert len(calls) == 2
+
+
+def test_returning_free_memory_works_on_any_c_library(monkeypatch):
+    release._return_free_memory()
+    monkeypatch.setattr(release.ctypes, "CDLL", lambda _: object())  # as without glibc
+    release._return_free_memory()

@@ -171,6 +171,10 @@ class _Quantized(nn.Module):
             self._made = now, self.products.quantize_weight(w)
         return self._made[1]
 
+    def forget(self) -> None:
+        """Free the weight's codes; the next call quantizes the weight again."""
+        self._made = None
+
     def freeze(self) -> None:
         """Quantize the weight now, and use these codes in evaluation without reading the whole weight again.
 
@@ -261,6 +265,13 @@ class SwitchBackConv1D(_Quantized):
 
     def matrix(self) -> Tensor:
         return self.weight.t()
+
+
+def forget_codes(module: nn.Module) -> None:
+    """Free the codes of all quantized layers in `module`, except those that autograd keeps: a byte per weight."""
+    for layer in module.modules():
+        if isinstance(layer, _Quantized):
+            layer.forget()
 
 
 def init_linear(layer: nn.Linear, std: float | None = None) -> None:

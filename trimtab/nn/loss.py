@@ -24,6 +24,7 @@ from trimtab.ops.float32.score import score_
 
 IGNORE = -100  # target of tokens without one, as in PyTorch
 LOGITS_AT_ONCE = 2**25  # logits in memory in `linear_cross_entropy`: enough for a matrix product at full speed
+ROWS_AT_ONCE = 2**13  # rows of the weight's gradient that are summed at once in 16 bits
 
 
 class Loss(NamedTuple):
@@ -104,6 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_x[part] = product_tn(slope_VN, weight)
                 if needs[1]:
                     grad_weight = _add_product(grad_weight, slope_VN, x[part])
+                del y_VN, slope_VN  # before the next chunk exists
             zero = ce.new_zeros(())
             loss = (torch.where(valid, ce, zero) + z_loss * torch.where(valid, logz, zero).square()).sum() / count
         grad_x = None if grad_x is None else grad_x.to(x_ND.dtype)
@@ -128,8 +130,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in at least float32. The first product is the total: zeros would cost a pass over memory."""
-    new = product_nn(a, b).to(torch.promote_types(a.dtype, torch.float32))
-    return new if total is None else total.add_(new)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype == wide:
+        new = product_nn(a, b)
+        return new if total is None else total.add_(new)
+    # In 16 bits, in parts: the product and its float32 copy would need 1.5 times the memory of the total.
+    parts = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(a), ROWS_AT_ONCE)]
+    if total is None:
+        total = torch.empty(len(a), b.shape[1], dtype=wide, device=a.device)
+        for part in parts:
+            total[part] = product_nn(a[part], b)
+        return total
+    for part in parts:
+        total[part] += product_nn(a[part], b)
+    return total
 
 
 def check_targets(targets: Tensor, shape: torch.Size, classes: int) -> None:

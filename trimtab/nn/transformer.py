@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trimtab.nn.attention import Attention, Rotation, rotation_for
 from trimtab.nn.config import TransformerConfig
-from trimtab.nn.linear import build_linear, init_linear
+from trimtab.nn.linear import build_linear, forget_codes, init_linear
 from trimtab.nn.tap import tap
 from trimtab.ops.gelu import gelu
 
@@ -71,10 +71,20 @@ class Transformer(nn.Module):
             rotation = rotation_for(positions, self.config.head_width)
         for block in self.blocks:
             if self.config.checkpointing and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, rotation, use_reentrant=False)
+                x_BTD = checkpoint(_without_codes, block, x_BTD, rotation, use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, rotation)
         return x_BTD
+
+
+def _without_codes(block: nn.Module, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
+    """Run a block that is recomputed later, and do not keep the int8 codes of its weights until then."""
+    try:
+        y_BTD: Tensor = block(x_BTD, rotation)
+    finally:  # a recomputation ends with an exception
+        if not torch.compiler.is_compiling():
+            forget_codes(block)
+    return y_BTD
 
 
 def _gain(config: TransformerConfig) -> nn.Parameter | None:

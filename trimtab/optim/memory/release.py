@@ -9,9 +9,14 @@ The gradients of the whole model never exist together. Results are those of the 
 
 A gradient that is complete waits until an eighth of the model is waiting, and that of a small tensor for the end of
 the backward pass: one call for several tensors takes a fraction of the time of one call each.
+
+Temporary tensors leave gaps between those that stay: after the model is built, and after the first iteration, which
+creates the state. glibc keeps these gaps, so they are returned to the system then.
 """
 
+import ctypes
 import math
+from contextlib import suppress
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +47,7 @@ class Release:
         self._done: set[Tensor] = set()  # complete since the last `step`
         self._squares: list[Tensor] = []  # the gradients' sums of squares in this iteration
         self._clip: Tensor | float = 1.0
+        self._first = True  # iteration
         inside, where = set(model.parameters()), -1
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
@@ -50,6 +56,7 @@ class Release:
                     self._places.setdefault(p, (where, number))
         self._most = sum(p.numel() for p in self._places) // HOLD
         self._hooks = [p.register_post_accumulate_grad_hook(self._receive) for p in self._places]
+        _return_free_memory()
 
     def remove(self) -> None:
         """Back to the plain step. Gradients are kept again from the next backward pass on."""
@@ -75,6 +82,9 @@ class Release:
         if self._squares and self._max_norm != math.inf:
             norm, state = self.norm, self._state
             state[PREVIOUS] = torch.where(norm.isfinite(), norm, state.get(PREVIOUS, norm))
+        if self._first and self._done:
+            self._first = False
+            _return_free_memory()
         self._done, self._squares = set(), []
 
     def _receive(self, p: Tensor) -> None:
@@ -134,6 +144,12 @@ class Release:
         optimizer._update(batches, self._clip)
         for p in waiting:
             p.grad = None
+
+
+def _return_free_memory() -> None:
+    """Give the unused pages of the allocator back to the system. Only glibc needs it and has the call."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_release(optimizer: "Optimizer", model: nn.Module, max_norm: float | None, norm: Norm | None) -> None:
