@@ -220,13 +220,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _listed(self) -> Listed:
         """The parameters that have a gradient. One that is listed twice is updated once."""
-        where, seen = -1, set()
+        where, seen = -1, set()  # by id: hashing a tensor is a call of Python
         for number, group in enumerate(self.param_groups):
             self.check_group(group)  # it may have been changed
             for p in group["params"]:
                 where += 1
-                if p.grad is not None and p not in seen:
-                    seen.add(p)
+                if p.grad is not None and id(p) not in seen:
+                    seen.add(id(p))
                     yield where, number, group, p
 
     def _update(self, batches: list[Batch], clip: Tensor | float = 1.0) -> None:
@@ -241,15 +241,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _gather(self, listed: Listed, part: int = -1) -> list[Batch]:
         batches: dict[Key, Batch] = {}
+        batch, current, states, storages = None, None, self.state, self._storage
         for where, number, group, p in listed:
-            assert p.grad is not None
+            grad = p.grad
+            assert grad is not None
             bits, block, codebook = group["bits"], group["block"], group["codebook"]
-            state = self.state[p]
+            state = states[p]
             if not state:
                 self._create(p, group, state)
-            storage = self._storage.get(p)
+            storage = storages.get(p)
             if storage is None:
-                storage = self._storage[p] = checkpoint.adopt(self, p, group, state)
+                storage = storages[p] = checkpoint.adopt(self, p, group, state)
             if self._mapped is not None:
                 self._mapped.settle(p, state)
             changed = storage.block != block or storage.codebook != codebook
@@ -262,13 +264,14 @@ class Optimizer(torch.optim.Optimizer):
                 )
             mine = local(p)
             key = (part, number, storage.bits, mine.device)  # block and codebook are the group's
-            batch = batches.get(key)
+            if batch is None or key != current:
+                current, batch = key, batches.get(key)
             if batch is None:
                 batch = batches[key] = Batch(group, storage, self.rule_of(group), self.states_of(group))
             batch.owners.append(p)
             batch.where.append(where)
             batch.params.append(mine)
-            batch.grads.append(_read_grad(p, p.grad, mine))
+            batch.grads.append(_read_grad(p, grad, mine))
             batch.kept.append(state)
         for key, batch in batches.items():
             self._check_states(batch)

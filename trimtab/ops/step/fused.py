@@ -304,10 +304,28 @@ gradient_norms_unchecked.register_fake(lambda grads: grads[0].new_empty(len(grad
 
 
 def step_unchecked(params: Tensors, *arguments: Any) -> None:
-    """The op. It increments the parameters' versions in one call; one call per tensor takes as long as the step."""
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        _step(params, *arguments)
+    """The op. It increments the parameters' versions in one call; one call per tensor takes as long as the step.
+
+    For many small tensors PyTorch's dispatcher takes longer than the kernel, so plain tensors on a CPU do not use it.
+    """
+    if _is_plain(params[0]):
+        step_native(params, *arguments)
+    else:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            _step(params, *arguments)
     torch.autograd.graph.increment_version(params)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nothing but the kernel wants to see the op: no compiler, no mode, no subclass."""
+    return (
+        backends.native is not None
+        and x.device.type == "cpu"
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 # --- Kernels
@@ -338,9 +356,9 @@ _RULE_CODES = {name: code for code, name in enumerate(table.RULES)}
 
 def _call_native(what: str, a: Arguments) -> list[float]:
     assert backends.native is not None
-    addresses = ([x.data_ptr() for x in tensors] for tensors in a[:4])
+    addresses, codes = ([x.data_ptr() for x in tensors] for tensors in a[:4]), backends.DTYPE_CODES
     counts = [p.numel() for p in a.params]
-    dtypes = ([backends.DTYPE_CODES[x.dtype] for x in tensors] for tensors in a[:2])
+    dtypes = ([codes[x.dtype] for x in tensors] for tensors in a[:2])
     extras = [x.data_ptr() for x in a.extras]  # 0 of an empty one
     books = (a.signed.data_ptr(), a.signed.numel(), a.unsigned.data_ptr(), a.unsigned.numel())
     rest = (a.code == "quadratic", table.PASSES.index(what), torch.get_num_threads())
