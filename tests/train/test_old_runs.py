@@ -6,7 +6,7 @@ from tests.runs.old import INTERRUPTED, unpack
 from tests.train.runs import quiet, read_log, tiny
 from trimtab.runs import RunError, RunFolder, read_run, replace_json, require_json
 from trimtab.train import BatchConfig, SeqLenConfig, evaluate, resume, sample, train
-from trimtab.train.config import ConfigError, from_json, load_config, to_json, upgrade
+from trimtab.train.config import ConfigError, flatten, from_json, load_config, to_json, upgrade
 
 
 @pytest.fixture
@@ -31,9 +31,11 @@ def test_old_configs_load_with_schedules_that_end_at_the_context_and_the_batch(v
 
 def test_the_upgrade_keeps_every_other_field_and_a_new_config_as_it_is(v1):
     config, saved = load_config(v1 / "run")
-    old, new = upgrade(saved.config), to_json(config)
-    assert old == new
-    assert upgrade(new) == new
+    old, new = flatten(upgrade(saved.config)), flatten(to_json(config))
+    assert {name: new.get(name) for name in old} == old
+    defaults = flatten(to_json(gpt_tiny()))
+    assert all(new[name] == defaults[name] for name in new.keys() - old.keys())  # fields that came later
+    assert upgrade(to_json(config)) == to_json(config)
 
 
 def test_the_upgrade_of_a_user_defined_model_keeps_the_length_of_a_row(v1):
