@@ -4,6 +4,7 @@ import pytest
 
 from tests.runs.old import INTERRUPTED, unpack
 from tests.train.runs import quiet, read_log, tiny
+from trimtab.recipes import gpt_tiny
 from trimtab.runs import RunError, RunFolder, read_run, replace_json, require_json
 from trimtab.train import BatchConfig, SeqLenConfig, evaluate, resume, sample, train
 from trimtab.train.config import ConfigError, flatten, from_json, load_config, to_json, upgrade
