@@ -60,10 +60,8 @@ INLINE float absmax_of(const Scale& w, int32_t most) {
   return absmax;
 }
 
-// x² and √x by doubling and halving the bits: linear between 1, 1.5, 2, 3, 4, 6 … and exact inverses of each other. A shift
-// removes the sign. `twice` is for numbers that are not zero.
+// The inverse of `twice` in quadratic.py. A shift removes the sign.
 constexpr int32_t ONE = 0x3f800000, SIGN = (int32_t)0x80000000;
-INLINE vf twice(vf x) { return (vf)((bits(x) << 1) - ONE); }
 INLINE vf halve(vf x) { return (vf)((bits(x) >> 1) + (ONE >> 1)); }
 
 // The sign of `sign` on a number that is not negative.
