@@ -1,4 +1,4 @@
-"""State in a memory-mapped file: the same results, no lost or mixed-up state, no half-changed model."""
+"""State in a file or in host memory: the same results, no lost or mixed-up state, no half-changed model."""
 
 import copy
 import errno
@@ -12,15 +12,32 @@ import pytest
 import torch
 from torch import nn
 
+import trimtab.optim.chunks
+import trimtab.optim.optimizer
 from tests.conftest import assert_same
-from tests.optim.cases import assert_same_snapshots, every_optimizer, make, params_of, small_model, snapshot, train
-from trimtab import optim
-from trimtab.optim.memory.offload import MappedState, Piece
+from tests.fake_gpu import fake_gpu
+from tests.optim.cases import (
+    CASES,
+    QUANTIZED,
+    assert_same_snapshots,
+    make,
+    params_of,
+    small_model,
+    snapshot,
+    train,
+)
+from trimtab import Watch, optim
+from trimtab.ops.step import storage, windows
+from trimtab.optim.memory.offload import Offloaded, Piece
 
 BFLOAT16 = torch.bfloat16
 
 
-@every_optimizer
+with_moments = pytest.mark.parametrize(("name", "bits"), [case for case in CASES if case[0] != "Adafactor"])
+with_kernels = pytest.mark.parametrize(("name", "bits"), [case for case in CASES if case[0] in QUANTIZED])
+
+
+@with_moments
 def test_state_in_a_file_gives_the_results_of_state_in_memory(name, bits, tmp_path):
     plain = make(name, small_model().named_parameters(), bits)
     mapped = make(name, small_model().named_parameters(), bits, offload=tmp_path)
@@ -113,6 +130,86 @@ def test_release_and_split_weights_work_with_a_file(tmp_path):
     assert_same_snapshots(snapshot(mapped), snapshot(plain))
 
 
+# --- Host memory. There is no GPU here: the same code copies to tensors on the CPU, and to fake ones on a GPU.
+
+
+def stream(monkeypatch: pytest.MonkeyPatch, optimizer: optim.Optimizer) -> optim.Optimizer:
+    """From now on the kernel gets copies of the state, in windows that cut the larger tensors."""
+    monkeypatch.setattr(windows, "WINDOW", 1024)
+    for module in (windows, storage, trimtab.optim.optimizer):
+        monkeypatch.setattr(module, "is_away", lambda b: bool(b.names) and not isinstance(b.kept[0], windows.Staged))
+    optimizer._offload(None)
+    return optimizer
+
+
+@with_kernels
+def test_windows_give_the_results_of_state_in_place(name, bits, monkeypatch):
+    plain, other = (make(name, small_model().named_parameters(), bits, skip_nonfinite=True) for _ in range(2))
+    train(plain, range(4))
+    train(stream(monkeypatch, other), range(4))
+    if name in ("StableAdamW", "LAMB", "LARS"):  # sums of pieces are added in another order
+        for mine, theirs in zip(params_of(other), params_of(plain), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+    else:
+        assert_same_snapshots(snapshot(other), snapshot(plain))
+
+
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+def test_windows_round_bfloat16_as_in_place(rounding, monkeypatch):
+    plain, other = (make("AdamW", small_model(BFLOAT16).parameters(), 8, rounding=rounding) for _ in range(2))
+    # A chunk of a whole tensor and a window must begin at the same places to give the same random numbers.
+    monkeypatch.setattr(trimtab.optim.chunks, "CHUNK", 1024)
+    train(plain, range(4))
+    train(stream(monkeypatch, other), range(4))
+    assert_same_snapshots(snapshot(other), snapshot(plain))
+
+
+def test_a_resume_and_a_copy_keep_the_state_in_host_memory(monkeypatch, tmp_path):
+    plain, other, third = (make("AdamW", small_model().named_parameters(), 8) for _ in range(3))
+    train(plain, range(6))
+    train(stream(monkeypatch, other), range(3))
+    torch.save(other.state_dict(), tmp_path / "state.pt")
+    for mine, theirs in zip(params_of(third), params_of(other), strict=True):
+        mine.data.copy_(theirs)
+    stream(monkeypatch, third).load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    train(third, range(3, 6))
+    assert_same_snapshots(snapshot(third), snapshot(plain))
+    again = copy.deepcopy(other)
+    train(again, range(3, 6))
+    assert_same_snapshots(snapshot(again), snapshot(plain))
+
+
+def test_watch_reads_state_in_host_memory(monkeypatch):
+    found = []
+    for make_state in (lambda x: x, lambda x: stream(monkeypatch, x)):
+        model = small_model()
+        optimizer = make_state(make("AdamW", model.named_parameters(), 8))
+        watch = Watch(model, optimizer)
+        for number in range(3):
+            train(optimizer, [number])
+            watch.step(1.0)
+        found.append({(name, key): x for name, row in watch.record["tensors"].items() for key, x in row.items()})
+        watch.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@with_kernels
+def test_on_a_gpu_only_copies_are_given_to_the_kernel(name, bits, monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW", 1024)
+    with fake_gpu() as gpu:
+        params = [nn.Parameter(torch.zeros(*shape, device="cuda")) for shape in ((65, 67), (67,), (0, 3))]
+        optimizer = make(name, params, bits, offload="cpu")
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        with gpu.no_waits():
+            optimizer.step()
+        for p in params:
+            keys = [key for key in optimizer.state[p] if key != "step"]
+            assert keys
+            assert {optimizer.state[p][key].device.type for key in keys} == {"cpu"}
+
+
 # --- Errors before anything changes
 
 
@@ -132,7 +229,7 @@ def test_a_full_disk_is_an_error_when_the_optimizer_is_made(tmp_path, monkeypatc
 def test_more_than_the_disk_has_is_refused_by_the_real_disk(tmp_path):
     p = nn.Parameter(torch.zeros(1))
     with pytest.raises(OSError, match="cannot allocate"):
-        MappedState(tmp_path, "AdamW", [(p, Piece("p", "exp_avg", torch.float32, 1 << 52))])
+        Offloaded(tmp_path, "AdamW", [(p, Piece("p", "exp_avg", torch.float32, 1 << 52))])
     assert not (tmp_path / "state.bin").exists()
 
 
@@ -186,9 +283,9 @@ def test_what_cannot_be_offloaded_is_refused_with_the_remedy(tmp_path):
     p = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match="where the state of CPU parameters is already; pass a folder"):
         optim.AdamW([p], offload="cpu")
-    with pytest.raises(TypeError, match="offload must be a folder, got int"):
+    with pytest.raises(TypeError, match="offload must be a folder or 'cpu', got int"):
         optim.AdamW([p], offload=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="offload is one folder, with room for all parameters"):
+    with pytest.raises(ValueError, match="offload is one place, with room for all parameters"):
         optim.AdamW([{"params": [p], "offload": tmp_path}])
     optimizer = optim.AdamW([p], offload=tmp_path)
     with pytest.raises(ValueError, match="make the optimizer with all groups"):

@@ -18,6 +18,7 @@ steps. Its state is 4 bytes per parameter, twice that of 8-bit Adam.
 Plain PyTorch: a step is a few operations per tensor, in float32.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from trimtab.ops.sharding import is_sharded
-from trimtab.ops.step.rules import independent_decay
-from trimtab.optim.optimizer import Batch, Optimizer, Options
+from trimtab.ops.step.rules import exact, independent_decay
+from trimtab.optim.optimizer import HOST, Batch, Optimizer, Options
 from trimtab.optim.options import LARGEST
 
 
@@ -61,7 +62,7 @@ class _Factored(Optimizer):
 
     def rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         """Only the gradient scale: there is no kernel."""
-        return torch.as_tensor(batch.grad_scale, device=batch.steps.device).expand(len(batch.owners))[:, None]
+        return (torch.zeros_like(batch.t) + batch.grad_scale)[:, None]
 
     def _final_rows(self, batch: Batch, sums: Tensor | None) -> Tensor:
         return self.rows(batch, sums)
@@ -81,6 +82,15 @@ class _Factored(Optimizer):
             for name, old in kept.items():
                 state[name].copy_(torch.where(moved, state[name], old))
             p.copy_(torch.where(moved, shrink * p.float() - change, p.float()).reshape(p.shape))
+
+    def _offload(self, folder: Path | None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        if not self.moments or any(p.device != HOST for p in params):
+            raise ValueError(
+                f"{type(self).__name__} does not support offload here: its rows and columns are small, and there is no "
+                "kernel that reads a moment in pieces; leave offload out, or use AdamW"
+            )
+        super()._offload(folder)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -139,7 +149,7 @@ class Adafactor(_Factored):
             col = state["col_var"].lerp_(square.mean(-2, keepdim=True), gain)
             v = row / row.mean(-2, keepdim=True).clamp(min=eps1) * col
         u = _clip(g / v.sqrt().clamp(min=eps1), group["d"])
-        lr = torch.as_tensor(group["lr"], dtype=torch.float64, device=t.device).reshape(())
+        lr = torch.zeros_like(t) + exact(group["lr"])
         return _rms(p.float()).clamp(min=eps2) * torch.minimum(lr, t**-0.5).float() * u
 
     def check_group(self, group: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
             if not state_dict["state"].get(place):
                 continue  # it has no step yet
             storages[p] = optimizer.storage_of(p, groups[-1])
-            to, entry = _Place(p, name, storages[p]), state_dict["state"][place]
+            to, entry = _Place(p, name, storages[p], optimizer._home(local(p))), state_dict["state"][place]
             state[p] = _read(optimizer, to, groups[-1], saved, entry, convert=convert)
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(loaded)
@@ -193,7 +193,7 @@ def _unwrapped(name: str) -> str:
 def adopt(optimizer: "Optimizer", p: Tensor, group: dict[str, Any], entry: Entry) -> Storage:
     """Convert state that the user assigned to `optimizer.state` to this optimizer's storage."""
     storage = optimizer.storage_of(p, group)
-    to, saved = _Place(p, "a parameter", storage), group | {"packing": PACKING}
+    to, saved = _Place(p, "a parameter", storage, optimizer._home(local(p))), group | {"packing": PACKING}
     read = _read(optimizer, to, group, saved, entry, convert=False)
     entry.clear()
     entry.update(read)
@@ -201,11 +201,12 @@ def adopt(optimizer: "Optimizer", p: Tensor, group: dict[str, Any], entry: Entry
 
 
 class _Place(NamedTuple):
-    """Where state goes: a parameter, its name for messages, and its storage."""
+    """Where state goes: a parameter, its name for messages, its storage, and the device of its moments."""
 
     p: Tensor
     name: str
     storage: Storage
+    device: torch.device
 
 
 def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry: Entry, *, convert: bool) -> Entry:
@@ -243,7 +244,7 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
 def _read_codes(
     entry: Entry, to: _Place, moments: tuple[str, ...], kinds: str, saved: Entry, *, convert: bool
 ) -> Entry:
-    p, name, storage = to
+    p, name, storage, device = to
     for moment in moments:
         if not isinstance(codes := entry[f"{moment}_codes"], Tensor):
             raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {UNFLATTENED}")
@@ -262,8 +263,8 @@ def _read_codes(
                 f"the packed {moment} of {name} must be uint8 codes with {blocks} float32 scales, got {codes.dtype} "
                 f"and {tuple(absmax.shape)} {absmax.dtype}; the state was cast or cut"
             )
-        read[f"{moment}_codes"] = codes.to(local(p).device) if is_sharded(p) else _fit(codes, to, moment)
-        read[f"{moment}_absmax"] = absmax.detach().clone().to(local(p).device)
+        read[f"{moment}_codes"] = codes.to(device) if is_sharded(p) else _fit(codes, to, moment)
+        read[f"{moment}_absmax"] = absmax.detach().clone().to(device)
     if theirs == storage and not is_sharded(p):
         return read
     if theirs != storage and storage.bits == 8 and not convert:
@@ -277,8 +278,8 @@ def _read_codes(
 
 
 def _fit(value: Any, to: _Place, what: str) -> Tensor:
-    """A copy of this process's part, with the memory order and the device of its parameter."""
-    p, name, _ = to
+    """A copy of this process's part, in the memory order of its parameter."""
+    p, name, _, device = to
     if not isinstance(value, Tensor):
         raise ValueError(f"{what} of {name} must be a tensor, got {type(value).__name__}")
     if type(value).__name__.startswith("OptimState"):
@@ -286,7 +287,7 @@ def _fit(value: Any, to: _Place, what: str) -> Tensor:
     if value.shape != p.shape:
         raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}")
     part, mine = shard_like(value.detach(), p), local(p)
-    return torch.empty_like(mine, dtype=part.dtype).copy_(part)
+    return torch.empty_like(mine, dtype=part.dtype, device=device).copy_(part)
 
 
 # --- Other libraries

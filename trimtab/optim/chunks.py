@@ -16,29 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.ops.sharding import flat, local
+from trimtab.ops.sharding import flat
 from trimtab.ops.step import RULES, step_unchecked
 from trimtab.ops.step.rules import STEP
 from trimtab.ops.step.split import join, split
 from trimtab.ops.step.storage import Batch, Storage, decode_flat, encode_flat
 
 CHUNK = 1 << 18
+_LOWER = 0xFFFF_FFFF
 
 
 def step_in_chunks(batch: Batch, rows: Tensor) -> None:
     """The same as `fused_step`, chunk by chunk. A batch without moments keeps no state."""
     group, storage, rule = batch.group, batch.storage, str(batch.rule)
     kinds, books = RULES[rule].states, storage.books(rows.device)
-    numbers = batch.steps.tolist() if group["rounding"] == "stochastic" else []
     length = max(storage.block, CHUNK // storage.block * storage.block)  # whole blocks
     for i, (p, g, state) in enumerate(zip(batch.params, batch.grads, batch.kept, strict=True)):
-        p, g, row = p.view(-1), g.view(-1), rows[i : i + 1]
+        p, g, row, first = p.view(-1), g.view(-1), rows[i : i + 1], batch.starts[i] if batch.starts else 0
         rest = extra = None
         if group["rounding"] == "split" and p.dtype == torch.bfloat16:
             extra = flat(state["extra_bits"]).view(-1)
         if group["rounding"] == "kahan" and p.dtype != torch.float32:
-            if "compensation" not in state:
-                state["compensation"] = torch.zeros_like(local(batch.owners[i]))
             rest = flat(state["compensation"]).view(-1)
         for start in range(0, p.numel(), length):
             here = slice(start, start + length)
@@ -54,30 +52,41 @@ def step_in_chunks(batch: Batch, rows: Tensor) -> None:
             if batch.names:
                 _store(moments, state, batch, here, moved, step=row[0, STEP].long())
             if extra is not None:
-                rounded, new = split(wide, step=row[0, STEP].long(), start=start)
+                rounded, new = split(wide, step=row[0, STEP].long(), start=first + start)
                 extra[here] = torch.where(moved, new, extra[here])
             elif rest is not None:
                 rounded = wide.to(p.dtype)
                 rest[here] = torch.where(moved, (wide - rounded).to(p.dtype), rest[here])
             elif group["rounding"] == "stochastic" and p.dtype != torch.float32:
                 # The same on every replica, so that replicas stay equal; different at every step.
-                seed = hash((int(numbers[i]), batch.where[i], start)) & 0x7FFF_FFFF_FFFF_FFFF
-                rounded = round_stochastically(wide, p.dtype, seed=seed)
+                seed = (row[0, STEP].long() << 20) + batch.where[i]
+                rounded = round_stochastically(wide, p.dtype, seed=seed, start=first + start)
             else:
                 rounded = wide.to(p.dtype)
             p[here] = torch.where(moved, rounded, p[here])
 
 
-def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Round each value up or down, with probabilities by distance: exact on average, and reproducible by seed."""
+def round_stochastically(x: Tensor, dtype: torch.dtype, *, seed: Tensor, start: int = 0) -> Tensor:
+    """Round each value up or down, with probabilities by distance: exact on average, and reproducible by seed.
+
+    `start` is the index of the first value in the whole tensor.
+    """
     if dtype != torch.bfloat16:
         raise ValueError(f"stochastic rounding needs bfloat16, got {dtype}; use rounding='kahan' or 'nearest'")
-    generator = torch.Generator(x.device).manual_seed(seed)
-    noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    places = torch.arange(start, start + x.numel(), device=x.device).view(x.shape)
+    noise = _hash(_hash(places) + _hash(seed)) >> 16
     # bfloat16 is the upper half of float32: add noise to the lower half and cut it off.
     bits = x.view(torch.int32)
-    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    rounded = ((bits + noise.int()) & -(1 << 16)).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """The lower 32 bits of an int64, mixed. (The constants are Chris Wellons' lowbias32.)"""
+    x = x & _LOWER
+    x = ((x ^ (x >> 16)) * 0x7FEB_352D) & _LOWER
+    x = ((x ^ (x >> 15)) * 0x846C_A68B) & _LOWER
+    return x ^ (x >> 16)
 
 
 def _load(state: Mapping[str, Any], batch: Batch, here: slice) -> list[Tensor]:

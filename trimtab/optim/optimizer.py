@@ -12,6 +12,7 @@ A step never waits for the device.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar, overload
 
 import torch
@@ -25,11 +26,12 @@ from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
 from trimtab.ops.step.rules import DECAY, independent_decay
 from trimtab.ops.step.split import join
 from trimtab.ops.step.storage import Batch, Storage, new_moment
+from trimtab.ops.step.windows import cut, is_away
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
 from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
-from trimtab.optim.memory.offload import MappedState, Piece, check_offload
+from trimtab.optim.memory.offload import Offloaded, Piece, check_offload
 from trimtab.optim.memory.release import NO_HOOKS, Norm, Release, check_release
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
 
@@ -39,7 +41,9 @@ Key = tuple[
     int, int, int, torch.device
 ]  # of a batch: the part of the step, the group, the bits of its state, the device
 Listed = Iterable[tuple[int, int, dict[str, Any], Tensor]]  # indices of parameter and group, the group, the parameter
+HOST = torch.device("cpu")
 RING = 100  # gradient norms that percentile clipping keeps
+KEPT = {"kahan": "compensation", "split": "extra_bits"}  # state of a way of rounding
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -56,7 +60,8 @@ class Optimizer(torch.optim.Optimizer):
         self._measured: list[tuple[list[int], Tensor]] = []
         self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
         self._release: Release | None = None
-        self._mapped: MappedState | None = None
+        self._offloaded: Offloaded | None = None
+        self._on_host = False  # state is in host memory, whatever the device of its parameter
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -65,8 +70,7 @@ class Optimizer(torch.optim.Optimizer):
         if idle:
             warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
         if offload is not None:
-            folder = check_offload(offload, [p for group in self.param_groups for p in group["params"]])
-            self._mapped = MappedState(folder, type(self).__name__, [x for x in self._pieces() if x[1].numel])
+            self._offload(check_offload(offload, [p for group in self.param_groups for p in group["params"]]))
 
     # --- Defined by subclasses
 
@@ -111,8 +115,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         group = dict(param_group)
-        if "offload" in group or self._mapped is not None:
-            raise ValueError("offload is one folder, with room for all parameters; make the optimizer with all groups")
+        if "offload" in group or self._offloaded is not None:
+            raise ValueError("offload is one place, with room for all parameters; make the optimizer with all groups")
         own = as_rules(group.pop("keep32")) if "keep32" in group else ()
         shared = self._rules if "keep32" not in param_group or self._rules is not EMBEDDINGS else ()
         explicit = (*own, *(shared if shared is not EMBEDDINGS else ()))
@@ -120,8 +124,9 @@ class Optimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self.check_group(group)
-            if group["lr"] < 0:  # a schedule may later end a rounding error below 0
-                raise ValueError(f"lr must be at least 0, got {group['lr']}")
+            lr = group["lr"]  # a schedule may later end a rounding error below 0
+            if not (isinstance(lr, Tensor) and lr.device != HOST) and lr < 0:
+                raise ValueError(f"lr must be at least 0, got {lr}")
             names = group.get("param_names", [None] * len(group["params"]))
             if names and names[0] is None and any(isinstance(rule, str) for rule in explicit):
                 raise ValueError(
@@ -236,8 +241,14 @@ class Optimizer(torch.optim.Optimizer):
         self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
         for batch, sums in zip(batches, self._measure(batches), strict=True):
             rows = self._final_rows(batch, sums)
-            self._apply(batch, rows)
+            if is_away(batch):
+                self._apply_in_windows(batch, rows)
+            else:
+                self._apply(batch, rows)
             self._count(batch, rows)
+        if self._on_host:  # whoever reads the state next finds this step's
+            for device in {p.device for batch in batches for p in batch.params if p.device.type == "cuda"}:
+                torch.cuda.current_stream(device).synchronize()
 
     def _gather(self, listed: Listed, part: int = -1) -> list[Batch]:
         batches: dict[Key, Batch] = {}
@@ -252,8 +263,8 @@ class Optimizer(torch.optim.Optimizer):
             storage = storages.get(p)
             if storage is None:
                 storage = storages[p] = checkpoint.adopt(self, p, group, state)
-            if self._mapped is not None:
-                self._mapped.settle(p, state)
+            if self._offloaded is not None:
+                self._offloaded.settle(p, state)
             changed = storage.block != block or storage.codebook != codebook
             changed = changed or (storage.bits == 8 and group["skip_zeros"])
             if changed or (storage.why == "bits=32") != (bits == 32):
@@ -275,8 +286,8 @@ class Optimizer(torch.optim.Optimizer):
             batch.kept.append(state)
         for key, batch in batches.items():
             self._check_states(batch)
-            if batch.group["rounding"] == "split":
-                _check_extra_bits(batch)
+            if batch.group["rounding"] in KEPT:
+                _check_kept(batch, HOST if self._on_host else None)
             self._read_steps(key, batch)
         return list(batches.values())
 
@@ -286,7 +297,7 @@ class Optimizer(torch.optim.Optimizer):
         Whole lists are compared first, which is fast; the tensors are checked one by one only if lists differ.
         """
         params, states, block, bits = batch.params, batch.kept, batch.storage.block, batch.storage.bits
-        numels, devices = [p.numel() for p in params], [p.device for p in params]
+        numels, devices = [p.numel() for p in params], [self._home(p) for p in params]
         usual = all(p.is_contiguous() for p in params) and {p.dtype for p in params} <= {*FLOATS}
         for name in batch.names:
             found = [state.get(name if bits == 32 else f"{name}_codes") for state in states]
@@ -321,7 +332,7 @@ class Optimizer(torch.optim.Optimizer):
             kept = state.get(name + suffix)
             if kept is None:
                 raise ValueError(f"the state has no {name}; a moment cannot be switched on during a run")
-            if kept.numel() != numel or kept.device != mine.device:
+            if kept.numel() != numel or kept.device != self._home(mine):
                 raise ValueError(
                     f"a parameter now has {numel} values on {mine.device}, but its {name} has {kept.numel()} on "
                     f"{kept.device}; build a new optimizer after replacing or moving parameters"
@@ -353,7 +364,17 @@ class Optimizer(torch.optim.Optimizer):
         mine = local(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
         for name, kind in zip(self.states_of(group), RULES[self.rule_of(group)].states, strict=False):
-            state |= new_moment(mine, name, storage, signed=kind != "v", value=self.initial(group))
+            first, home = self.initial(group), self._home(mine)
+            state |= new_moment(mine, name, storage, signed=kind != "v", value=first, device=home)
+
+    def _home(self, mine: Tensor) -> torch.device:
+        """Where the moments of a parameter are."""
+        return HOST if self._on_host else mine.device
+
+    def _offload(self, folder: Path | None) -> None:
+        """Keep the state in this folder, or in host memory."""
+        self._offloaded = Offloaded(folder, type(self).__name__, list(self._pieces()))
+        self._on_host = True
 
     def _pieces(self) -> Iterator[tuple[Tensor, Piece]]:
         """The state tensors that are large enough for a file."""
@@ -375,12 +396,13 @@ class Optimizer(torch.optim.Optimizer):
             return
         norms = [gradient_norms_unchecked(batch.grads).view(-1, 1) for batch in batches]
         for batch, squares in zip(batches, _whole(batches, norms), strict=True):
-            group, scale = batch.group, torch.as_tensor(batch.grad_scale, device=squares.device)
-            squares = squares[:, 0] * scale**2
+            group, squares = batch.group, squares.squeeze(1)
+            scale = torch.zeros_like(squares) + batch.grad_scale
+            squares = squares * scale**2
             finite = squares.isfinite()
             if group["percentile_clipping"] < 100:
                 scale = scale * self._clip_by_percentile(batch, squares, finite)
-            batch.grad_scale = torch.where(finite, scale.double(), torch.nan) if _skips(group) else scale
+            batch.grad_scale = torch.where(finite, scale, torch.nan) if _skips(group) else scale
 
     def _clip_by_percentile(self, batch: Batch, squares: Tensor, finite: Tensor) -> Tensor:
         """Store this norm in place of the oldest, and return the factor that reduces it to the percentile."""
@@ -412,7 +434,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         independent = independent_decay(group)
         if independent is not None:
-            rows[:, DECAY] = independent
+            rows.select(1, DECAY).zero_().add_(independent)
         return rows
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
@@ -423,6 +445,11 @@ class Optimizer(torch.optim.Optimizer):
             step_in_chunks(batch, rows)
         else:
             step_unchecked(*batch.arguments(rows))
+
+    def _apply_in_windows(self, batch: Batch, rows: Tensor) -> None:
+        for window in cut(batch):
+            self._apply(window.batch, window.rows(rows))
+            window.write_back()
 
     def _count(self, batch: Batch, rows: Tensor) -> None:
         """Count the step, except for tensors that were skipped."""
@@ -479,13 +506,14 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the others have been applied already
         own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
-        return super().__getstate__() | own
+        return super().__getstate__() | own | {"_on_host": self._on_host}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._used_rules = None
         self._counts = {}
-        self._mapped = None  # its state is a copy in memory
+        self.__dict__.setdefault("_on_host", False)
+        self._offloaded = None  # its state is a copy in memory
         self._release = None  # the hooks are on the parameters of the original
         for group in self.param_groups:
             for key, value in (DEFAULTS | self.defaults).items():
@@ -509,19 +537,21 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
     return flat(grad)
 
 
-def _check_extra_bits(batch: Batch) -> None:
-    """Refuse extra bits that do not fit their parameters; make those that are missing."""
+def _check_kept(batch: Batch, device: torch.device | None) -> None:
+    """Refuse what rounding keeps if it does not fit the parameters; make what is missing."""
+    key = KEPT[batch.group["rounding"]]
     for p, state in zip(batch.owners, batch.kept, strict=True):
         mine = local(p)
-        if mine.dtype != torch.bfloat16:
+        if mine.dtype == torch.float32:
             continue
-        if "extra_bits" not in state:
-            state["extra_bits"] = torch.zeros_like(mine, dtype=torch.int8)
-        extra = state["extra_bits"]
-        if extra.dtype != torch.int8 or extra.shape != mine.shape or extra.stride() != mine.stride():
+        dtype = torch.int8 if key == "extra_bits" else mine.dtype
+        if key not in state:
+            state[key] = torch.zeros_like(mine, dtype=dtype, device=device)
+        kept = state[key]
+        if kept.dtype != dtype or kept.shape != mine.shape or kept.stride() != mine.stride():
             raise ValueError(
-                f"a parameter now has shape {tuple(mine.shape)} and strides {mine.stride()}, but its extra_bits are "
-                f"{extra.dtype} with {tuple(extra.shape)} and {extra.stride()}; build a new optimizer after replacing "
+                f"a parameter now has shape {tuple(mine.shape)} and strides {mine.stride()}, but its {key} are "
+                f"{kept.dtype} with {tuple(kept.shape)} and {kept.stride()}; build a new optimizer after replacing "
                 "parameters"
             )
 

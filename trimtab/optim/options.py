@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     min_8bit_size: int  # smaller tensors keep 32 bits; 4096
     codebook: Coding  # of 8-bit state; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
     keep32: Keep | Iterable[Keep]  # parameters with 32-bit state; by default embeddings, by their names
-    offload: str | PathLike[str] | None  # a folder: the state is kept in a memory-mapped file there
+    offload: str | PathLike[str] | None  # a folder: state in a memory-mapped file there; "cpu": in host memory
     maximize: bool
     independent_decay: bool  # weight decay is wd * lr / lr_max, instead of following the learning rate
     lr_max: float | None  # the peak of the schedule; by default the learning rate given here

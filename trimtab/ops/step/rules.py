@@ -123,13 +123,8 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
     if unknown:
         raise ValueError(f"unknown scalars {sorted(unknown)}; choose from {', '.join(SCALARS)}")
     full = _NEUTRAL | {"step": steps.double()} | columns
-    # Most columns are one number for all tensors: those are written at once, and the rest column by column.
-    shared = [0.0 if isinstance(full[name], Tensor) else full[name] for name in SCALARS]
-    result = torch.tensor(shared, dtype=torch.float64, device=steps.device).repeat(len(steps), 1)
-    for place, name in enumerate(SCALARS):
-        if isinstance(full[name], Tensor):
-            result[:, place] = full[name]
-    return result.float()
+    zero = torch.zeros_like(steps, dtype=torch.float64)  # adding to it moves numbers to the device without a copy
+    return torch.stack([zero + full[name] for name in SCALARS], dim=1).float()
 
 
 def exact(x: Number) -> Number:
@@ -169,8 +164,9 @@ def independent_decay(group: Mapping[str, Any]) -> Number | None:
 def debiased(table: Tensor) -> Tensor:
     """The same rows for `gradient_ratios`, whose v is then the bias-corrected one."""
     table = table.clone()
-    table[:, BETA2] *= table[:, DEBIAS] ** 2
-    table[:, GAIN2] *= table[:, DEBIAS] ** 2
+    square = table.select(1, DEBIAS) ** 2
+    for column in (BETA2, GAIN2):
+        table.select(1, column).mul_(square)
     return table
 
 

@@ -12,6 +12,7 @@ step them, and the signals of trimtab/watch read them, with one call of a kernel
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +25,7 @@ from trimtab.ops.step import rules
 from trimtab.ops.step.fused import Arguments, Code, norms_unchecked, ratios_unchecked
 from trimtab.ops.step.quadratic import decode_moments, encode_moments, start_quadratic
 from trimtab.ops.step.rules import RULES
+from trimtab.ops.step.windows import is_away, sum_windows
 
 Coding = Literal["quadratic"] | Name
 CODINGS = ("quadratic", *get_args(Name))
@@ -45,9 +47,10 @@ class Storage:
         return "quadratic" if self.codebook == "quadratic" else "codebook"
 
     def books(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The signed and the unsigned table. The quadratic code ignores them."""
-        name: Name = "dynamic-symmetric" if self.codebook == "quadratic" else self.codebook
-        return load_codebook(name, signed=True).to(device), load_codebook(name, signed=False).to(device)
+        """The signed and the unsigned table; empty for a code without one."""
+        if self.bits == 32 or self.codebook == "quadratic":
+            return (torch.empty(0, device=device),) * 2
+        return _load_books(self.codebook, device)
 
     def nbytes(self, numel: int) -> int:
         """Bytes of one moment of this many values."""
@@ -79,6 +82,7 @@ class Batch:
     grads: list[Tensor] = field(default_factory=list)
     kept: list[dict[str, Any]] = field(default_factory=list)  # their states
     counts: Any = field(default_factory=list)  # the steps taken so far
+    starts: list[int] = field(default_factory=list)  # where pieces of tensors begin; empty for whole tensors
     steps: Tensor = field(init=False)  # the number of the step being taken, per tensor
 
     @property
@@ -112,7 +116,7 @@ class Batch:
 
     def numels(self) -> Tensor:
         """Of the whole tensors, not of the shards."""
-        return torch.tensor([p.numel() for p in self.owners], device=self.steps.device)
+        return _on_device(tuple(p.numel() for p in self.owners), self.steps.device)
 
     def rows(self, **columns: rules.Number) -> Tensor:
         """One row of coefficients per tensor."""
@@ -128,10 +132,14 @@ class Batch:
 
     def norms(self, rows: Tensor) -> Tensor:
         """`step_norms`: the sums of p² and of (change of p)² that a step with these rows would make."""
+        if is_away(self):
+            return sum_windows(self, rows, Batch.norms)
         return norms_unchecked(*self.arguments(rows))
 
     def ratios(self, rows: Tensor) -> Tensor:
         """`gradient_ratios`, with the bias-corrected second moment."""
+        if is_away(self):
+            return sum_windows(self, rows, Batch.ratios)
         return ratios_unchecked(*self._arguments(rules.debiased(rows), self.grads, self.names[-1:], "rms"))
 
     def _arguments(self, rows: Tensor, params: list[Tensor], names: Sequence[str], rule: str) -> Arguments:
@@ -145,17 +153,31 @@ class Batch:
         return Arguments(params, self.grads, states, absmax, rows, *books, rule, self.storage.code, self.block, [])
 
 
-def new_moment(like: Tensor, name: str, storage: Storage, *, signed: bool, value: float = 0.0) -> dict[str, Tensor]:
-    """A moment that is `value` everywhere, in the memory order of the parameter."""
+@cache
+def _load_books(name: Name, device: torch.device) -> tuple[Tensor, Tensor]:
+    return load_codebook(name, signed=True).to(device), load_codebook(name, signed=False).to(device)
+
+
+@lru_cache(maxsize=256)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copied once: a copy would make every step wait."""
+    return torch.tensor(numbers, device=device)
+
+
+def new_moment(
+    like: Tensor, name: str, storage: Storage, *, signed: bool, value: float = 0.0, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """A moment that is `value` everywhere, in the memory order of the parameter, and on its device by default."""
+    device = device or like.device
     if storage.bits == 32:
-        return {name: torch.full_like(like, value, dtype=torch.float32)}
-    codes = torch.empty_like(like, dtype=torch.uint8)
+        return {name: torch.full_like(like, value, dtype=torch.float32, device=device)}
+    codes = torch.empty_like(like, dtype=torch.uint8, device=device)
     if storage.codebook == "quadratic":
         code, scale = start_quadratic(value, signed)
     else:
         code, scale = 255 if value else 127 if signed else 0, value
     codes.fill_(code)
-    absmax = torch.full((count_blocks(like.numel(), storage.block),), scale, dtype=torch.float32, device=like.device)
+    absmax = torch.full((count_blocks(like.numel(), storage.block),), scale, dtype=torch.float32, device=device)
     return {f"{name}_codes": codes, f"{name}_absmax": absmax}
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state in a memory-mapped file: `offload=folder`. For states that do not fit in memory.
+"""Optimizer state outside the memory of the parameters: in a memory-mapped file (a folder), or in host memory ("cpu").
 
     folder/state.bin     the moments of all parameters, one after the other; the kernel works on the mapped pages
     folder/state.json    whose they are: optimizer, names, dtypes and shapes
@@ -9,6 +9,9 @@ written, so a new optimizer starts with empty state, and a resume loads a `state
 
 The space is allocated on the disk when the optimizer is made. A full disk is an error then, before any parameter has
 changed; a sparse file would end the process with SIGBUS in the middle of a step.
+
+Host memory is page-locked for CUDA, so that copies run at the full rate of the bus. A step copies the state of
+parameters on a GPU to the device and back, window by window (trimtab/ops/step/windows.py).
 """
 
 import json
@@ -40,31 +43,24 @@ class Piece(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
-class MappedState:
-    """Space on the disk for the pieces of each parameter."""
+class Offloaded:
+    """Space for the pieces of each parameter."""
 
-    def __init__(self, folder: Path, optimizer: str, pieces: Sequence[tuple[Tensor, Piece]]) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(folder / "state.lock")
+    def __init__(self, where: Path | None, optimizer: str, pieces: Sequence[tuple[Tensor, Piece]]) -> None:
+        """`where` is a folder, or None for host memory."""
+        listed = [piece for _, piece in pieces]
+        starts, total = _lay_out(listed)
+        self._lock = None if where is None else _claim(where, optimizer, listed)
         try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(
-                f"{folder} is in use by another optimizer or process; give each its own folder (offload=...)"
-            ) from None
-        try:
-            self._claim(optimizer, [piece for _, piece in pieces])
-            starts, total = _lay_out([piece for _, piece in pieces])
-            self._map = _allocate(folder / "state.bin", total)
+            self._map = _allocate_locked(total) if where is None else _allocate(where / "state.bin", total)
         except BaseException:
-            self._lock.release()
+            self.close()
             raise
         self._places = {(p, piece.key): (piece, start) for (p, piece), start in zip(pieces, starts, strict=True)}
         self._settled: dict[tuple[Tensor, str], Tensor] = {}
 
     def settle(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Move this state into the file, except what is there already."""
+        """Move this state there, except what is there already."""
         for key in state:
             place = self._places.get((p, key))
             if place is None or state[key] is self._settled.get((p, key)):
@@ -72,36 +68,57 @@ class MappedState:
             value, (piece, start) = state[key], place
             if value.dtype != piece.dtype or value.numel() != piece.numel:
                 raise ValueError(
-                    f"{key} of {piece.name} has {value.numel()} values of {value.dtype}, the file has room for "
+                    f"{key} of {piece.name} has {value.numel()} values of {value.dtype}, but there is room for "
                     f"{piece.numel} of {piece.dtype}; build a new optimizer after replacing parameters"
                 )
-            mapped = torch.frombuffer(self._map, dtype=piece.dtype, count=piece.numel, offset=start)
-            mapped.copy_(flat(value).view(-1))
-            state[key] = self._settled[p, key] = mapped.as_strided(value.shape, value.stride())
+            room = torch.empty(0, dtype=piece.dtype, device="cpu")  # `frombuffer` refuses to return this
+            if piece.numel:
+                room = torch.frombuffer(self._map, dtype=piece.dtype, count=piece.numel, offset=start)
+            room.copy_(flat(value).view(-1))
+            state[key] = self._settled[p, key] = room.as_strided(value.shape, value.stride())
 
     def close(self) -> None:
-        """Release the lock. The mapped tensors stay valid."""
-        self._lock.release()
+        """Release the lock. The tensors stay valid."""
+        if self._lock is not None:
+            self._lock.release()
 
-    def _claim(self, optimizer: str, pieces: Sequence[Piece]) -> None:
-        """Refuse a file with the state of something else; it may be the only copy."""
-        path = self.folder / "state.json"
-        tensors = [[piece.name, piece.key, str(piece.dtype), piece.numel] for piece in pieces]
-        mine = {"optimizer": optimizer, "tensors": tensors}
-        if not path.exists():
-            if (self.folder / "state.bin").exists():
-                raise ValueError(f"{self.folder / 'state.bin'} exists without its state.json; choose another folder")
-            path.write_text(json.dumps(mine))
-            return
-        try:
-            found = json.loads(path.read_text())
-        except ValueError:
-            found = {}
-        if found != mine:
-            raise ValueError(
-                f"{self.folder} holds the state of another run ({_difference(found, mine)}); choose another folder, or "
-                "delete this one if its run has ended"
-            )
+
+def _claim(folder: Path, optimizer: str, pieces: Sequence[Piece]) -> FileLock:
+    """Lock the folder. Refuse a file with the state of something else; it may be the only copy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "state.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"{folder} is in use by another optimizer or process; give each its own folder (offload=...)"
+        ) from None
+    try:
+        _check_owner(folder, optimizer, pieces)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _check_owner(folder: Path, optimizer: str, pieces: Sequence[Piece]) -> None:
+    path = folder / "state.json"
+    tensors = [[piece.name, piece.key, str(piece.dtype), piece.numel] for piece in pieces]
+    mine = {"optimizer": optimizer, "tensors": tensors}
+    if not path.exists():
+        if (folder / "state.bin").exists():
+            raise ValueError(f"{folder / 'state.bin'} exists without its state.json; choose another folder")
+        path.write_text(json.dumps(mine))
+        return
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = {}
+    if found != mine:
+        raise ValueError(
+            f"{folder} holds the state of another run ({_difference(found, mine)}); choose another folder, or "
+            "delete this one if its run has ended"
+        )
 
 
 def _lay_out(pieces: Sequence[Piece]) -> tuple[list[int], int]:
@@ -133,6 +150,21 @@ def _allocate(path: Path, size: int) -> mmap.mmap:
         os.close(file)
 
 
+def _allocate_locked(size: int) -> mmap.mmap:
+    """Memory that the GPU's copy engine can read directly."""
+    memory = mmap.mmap(-1, size)
+    if torch.cuda.is_available():
+        # Not pin_memory: its allocator rounds up to a power of two.
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(status) != 0:
+            raise MemoryError(
+                f"cannot lock {size:,} bytes of host memory for optimizer state (CUDA error {int(status)}); raise the "
+                "limit (ulimit -l), or pass a folder to keep the state in a memory-mapped file (offload=...)"
+            )
+    return memory
+
+
 def _difference(found: Any, mine: dict[str, Any]) -> str:
     if not isinstance(found, dict) or found.keys() != mine.keys():
         return "its state.json cannot be read"
@@ -144,26 +176,17 @@ def _difference(found: Any, mine: dict[str, Any]) -> str:
     return f"{len(found['tensors'])} tensors, not {len(mine['tensors'])}"
 
 
-def check_offload(offload: Any, params: Sequence[Tensor]) -> Path:
-    """The folder. Refuses what has no kernel."""
-    devices = {local(p).device.type for p in params}
+def check_offload(offload: Any, params: Sequence[Tensor]) -> Path | None:
+    """The folder, or None for host memory."""
     if offload == "cpu":
-        if devices == {"cpu"}:
+        if {local(p).device.type for p in params} == {"cpu"}:
             raise ValueError(
                 "offload='cpu' keeps state in host memory, where the state of CPU parameters is already; pass a folder "
                 "to keep it in a memory-mapped file"
             )
-        raise ValueError(
-            "offload='cpu' is not supported: the GPU kernels read state in device memory. Use bits=8, which needs a "
-            "quarter of the memory"
-        )
+        return None
     if not isinstance(offload, str | os.PathLike):
-        raise TypeError(f"offload must be a folder, got {type(offload).__name__}")
-    if devices - {"cpu"}:
-        raise ValueError(
-            f"offload={str(offload)!r} is for parameters on the CPU, and some are on {', '.join(sorted(devices))}: the "
-            "GPU kernels read state in device memory. Use bits=8 there"
-        )
+        raise TypeError(f"offload must be a folder or 'cpu', got {type(offload).__name__}")
     if not hasattr(os, "posix_fallocate"):
         raise ValueError("offload needs posix_fallocate, which this system does not have; leave it out")
     return Path(offload)

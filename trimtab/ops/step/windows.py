@@ -1,0 +1,114 @@
+"""Moments in host memory, parameters on a GPU: a kernel gets them window by window.
+
+    for window in cut(batch):                            at most WINDOW values; long tensors are cut at whole blocks
+        kernel(window.batch, window.rows(rows))          the first access to a moment copies it to the device
+        window.write_back()                              only after a step
+
+All copies are on the current stream, in order with the kernels, and do not wait. What reads host memory afterwards must
+wait for the stream.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.ops.sharding import flat
+
+if TYPE_CHECKING:
+    from trimtab.ops.step.storage import Batch
+
+WINDOW = 1 << 24
+
+
+class Staged(dict[str, Any]):
+    """The state of one piece of a tensor. Its values are copies on the device, made when they are first read."""
+
+    def __init__(self, state: dict[str, Any], here: slice, block: int, device: torch.device) -> None:
+        super().__init__()
+        self._state, self._here, self._device = state, here, device
+        self._blocks = slice(here.start // block, -(-here.stop // block))
+
+    def __missing__(self, key: str) -> Tensor:
+        kept = self.kept(key)
+        self[key] = copy = torch.empty(kept.shape, dtype=kept.dtype, device=self._device)
+        return copy.copy_(kept, non_blocking=True)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._state
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._state else default
+
+    def kept(self, key: str) -> Tensor:
+        """The piece in host memory."""
+        value: Tensor = self._state[key]
+        return value[self._blocks] if key.endswith("_absmax") else flat(value).view(-1)[self._here]
+
+    def write_back(self) -> None:
+        for key, copy in self.items():
+            self.kept(key).copy_(copy, non_blocking=True)
+
+
+@dataclass
+class Window:
+    batch: "Batch"  # of pieces, which are flat
+    places: list[int]  # the index of each piece's tensor in the batch that was cut
+
+    def rows(self, rows: Tensor) -> Tensor:
+        return torch.stack([rows[i] for i in self.places])
+
+    def write_back(self) -> None:
+        for state in self.batch.kept:
+            assert isinstance(state, Staged)
+            state.write_back()
+
+
+def is_away(batch: "Batch") -> bool:
+    """Whether a kernel cannot read the moments where they are."""
+    if not batch.names or not batch.params or isinstance(batch.kept[0], Staged):
+        return False
+    return bool(batch.kept[0][batch.storage.keys(batch.names[0])[0]].device != batch.params[0].device)
+
+
+def cut(batch: "Batch") -> Iterator[Window]:
+    block = batch.storage.block
+    length = max(block, WINDOW // block * block)
+    pieces: list[tuple[int, slice]] = []
+    room = WINDOW
+    for i, p in enumerate(batch.params):
+        for start in range(0, max(1, p.numel()), length):
+            here = slice(start, min(start + length, p.numel()))
+            if pieces and here.stop - start > room:
+                yield _make(batch, pieces)
+                pieces, room = [], WINDOW
+            pieces.append((i, here))
+            room -= here.stop - start
+    if pieces:
+        yield _make(batch, pieces)
+
+
+def sum_windows(batch: "Batch", rows: Tensor, measure: Callable[["Batch", Tensor], Tensor]) -> Tensor:
+    """A sum per tensor, or several, from those of its pieces."""
+    sums: dict[int, Tensor] = {}
+    for window in cut(batch):
+        for i, part in zip(window.places, measure(window.batch, window.rows(rows)).unbind(), strict=True):
+            sums[i] = sums[i] + part if i in sums else part
+    return torch.stack([sums[i] for i in range(len(batch.params))])
+
+
+def _make(batch: "Batch", pieces: list[tuple[int, slice]]) -> Window:
+    places = [i for i, _ in pieces]
+    part = replace(
+        batch,
+        owners=[batch.owners[i] for i in places],
+        where=[batch.where[i] for i in places],
+        params=[batch.params[i].view(-1)[here] for i, here in pieces],
+        grads=[batch.grads[i].view(-1)[here] for i, here in pieces],
+        kept=[Staged(batch.kept[i], here, batch.storage.block, batch.params[i].device) for i, here in pieces],
+        starts=[here.start for _, here in pieces],
+    )
+    part.steps = torch.stack([batch.steps[i] for i in places])
+    return Window(part, places)
