@@ -512,6 +512,22 @@ def test_compiles_whole_and_gives_the_same(kind):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["fp8-tensorwise", "fp8-switchback"])
+def test_products_of_float8_codes_agree_with_the_simulation(kind, dtype, monkeypatch):
+    x, g = torch.randn(17, 96, generator=seed(1)).to(dtype), torch.randn(17, 48, generator=seed(2)).to(dtype)
+    module = layer(kind=kind).to(dtype)
+    expected = run(module, x, g)
+    module.forget()
+    monkeypatch.setattr(kinds, "has_product", lambda device: True)  # `torch._scaled_mm` runs on CPUs too
+    assert [codes.dtype for codes in module.products.quantize_weight(module.weight)][:2] == [torch.float8_e4m3fn] * 2
+    # In bfloat16 the simulation rounds its operands once more.
+    limit = 1e-6 if dtype == torch.float32 else 5e-3
+    assert all(relative(got, want) < limit for got, want in zip(run(module, x, g), expected, strict=True))
+    odd = layer(7, 5, kind=kind)  # sizes that `torch._scaled_mm` refuses
+    assert odd.products.quantize_weight(odd.weight)[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_gives_its_dtype_and_keeps_master_weights(kind):
     module = layer(kind=kind)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import assert_same, seed
+from trimtab.ops import float8
 from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
 
 # Largest value, bits of mantissa, smallest normal exponent, smallest subnormal.
@@ -126,3 +127,35 @@ def test_bad_input_is_refused():
         round_float8_rowwise(torch.tensor(1.0), "e4m3")
     with pytest.raises(ValueError, match="must be float32 or bfloat16 or float16, got float64"):
         round_float8_rowwise(torch.ones(3, dtype=torch.float64), "e4m3")
+
+
+# --- Products of float8 codes. `torch._scaled_mm` runs on CPUs too, so the path of a GPU can be tested here.
+
+
+def test_this_pytorch_multiplies_float8_codes_as_the_simulation_does():
+    assert float8.try_product(torch.device("cpu")) is None
+
+
+def test_a_product_that_differs_or_fails_is_not_used(monkeypatch):
+    right = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **b: 1.1 * right(*a, **b))
+    assert "gives wrong results for e4m3" in float8.try_product(torch.device("cpu"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("not on this device")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    assert "refuses e4m3 with results in torch.float32: not on this device" in float8.try_product(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_times_scales_are_the_rounded_values(name, by_row):
+    x = torch.randn(5, 64, generator=seed(0)) * 10.0 ** torch.randn(5, 1, generator=seed(1))
+    codes, scale = float8.cast_float8(x, name, by_row=by_row)
+    expected = (round_float8_rowwise if by_row else round_float8_tensorwise)(x, name)
+    torch.testing.assert_close(codes.float() * scale, expected, rtol=1e-6, atol=0)
+    x[1, 3] = math.inf
+    codes, scale = float8.cast_float8(x, name, by_row=by_row)
+    broken = (codes.float() * scale).isnan().all(dim=1)
+    assert broken.tolist() == ([False, True, False, False, False] if by_row else [True] * 5)

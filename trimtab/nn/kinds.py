@@ -23,7 +23,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from trimtab.ops.float8 import round_float8_rowwise, round_float8_tensorwise
+from trimtab.ops.float8 import (
+    MULTIPLE,
+    cast_float8,
+    float8_matmul,
+    has_product,
+    round_float8_rowwise,
+    round_float8_tensorwise,
+)
 from trimtab.ops.float32.product import product_tn
 from trimtab.ops.int8 import (
     MAX_INNER,
@@ -141,17 +148,28 @@ class LLMInt8(SwitchBackQ):
 
 
 class Float8SwitchBack(SwitchBack):
-    """Simulated float8: operands are rounded to float8 values and multiplied in their own dtype."""
+    """float8 products where the GPU has them; else operands are rounded to float8 and multiplied in their own dtype."""
 
     def quantize_weight(self, w: Tensor) -> Tensors:
-        return (self.round_weight(w),)
+        """Codes in both layouts and their scale, or the rounded weight."""
+        if not has_product(w.device) or any(size % MULTIPLE for size in w.shape):
+            return (self.round_weight(w),)
+        codes, scale = cast_float8(w.contiguous(), "e4m3", by_row=False)
+        return codes, codes.t().contiguous(), scale
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
-        y = self.round_input(x) @ weight[0].t().to(x.dtype)
+        if len(weight) == 1:
+            y = self.round_input(x) @ weight[0].t().to(x.dtype)
+        else:
+            codes, scale = cast_float8(x, "e4m3", by_row="input" in self.by_row)
+            y = float8_matmul(codes, weight[0], scale, weight[2], x.dtype)
         return y if bias is None else y + bias.to(x.dtype), (x,)
 
     def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
-        return self.round_grad(g) @ weight[0].to(g.dtype)
+        if len(weight) == 1:
+            return self.round_grad(g) @ weight[0].to(g.dtype)
+        codes, scale = cast_float8(g, "e5m2", by_row="grad" in self.by_row)
+        return float8_matmul(codes, weight[1], scale, weight[2], g.dtype)
 
     def round_input(self, x: Tensor) -> Tensor:
         return round_float8_rowwise(x, "e4m3")

@@ -1,4 +1,4 @@
-"""Linear layers with matrix products in int8 or simulated float8. Replace nn.Linear and have the same state dict.
+"""Linear layers with matrix products in int8 or float8. Replace nn.Linear and have the same state dict.
 
     forward     X, W --quantize--> int8 product --rescale, bias--> Y            W is quantized once per step
     backward    G --quantize--> int8 product with the same codes --rescale--> dX;       dW = G^T X, not quantized
