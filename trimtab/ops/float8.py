@@ -61,7 +61,7 @@ def cast_float8(x: Tensor, format: Format, *, by_row: bool) -> tuple[Tensor, Ten
 def float8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`a` [M, K] times the transpose of `b` [N, K], both float8. `a_scale` is [M, 1] or [1, 1], `b_scale` [1, 1].
 
-    K and N must be multiples of MULTIPLE. With one scale per row PyTorch returns bfloat16 only; for other dtypes the rows
+    K and N must be multiples of MULTIPLE. With one scale per row PyTorch returns bfloat16 only; for other dtypes, rows
     are scaled here.
     """
     by_row = a_scale.numel() > 1
