@@ -286,16 +286,27 @@ def test_gradient_norms_match_the_reference() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 0), (0, 3), (17, 300), (300, 17), (1, 1031)])
-@pytest.mark.parametrize("part", [64, 4096])
+@pytest.mark.parametrize("whole", [64, 4096])
 def test_int8_codes_match_the_reference_exactly(
-    shape: tuple[int, int], dim: int, part: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], dim: int, whole: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8_triton, "PART", part)
+    monkeypatch.setattr(int8_triton, "WHOLE", whole)  # longer rows are divided, as columns are
+    monkeypatch.setattr(int8_triton, "PART", {0: 64, 1: 64})
+    monkeypatch.setattr(int8_triton, "TILES", {0: (16, 64), 1: (1, 64)})
     x = random(*shape)
     if min(shape) > 1:
         x[1, 2] = math.nan
         x[0], x[:, 0] = 0, 0
     assert_identical(int8_triton.quantize(x, dim), int8.quantize_reference(x, dim))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 0), (17, 70), (130, 64)])
+def test_a_weight_in_both_layouts_matches_the_reference_exactly(shape: tuple[int, int]) -> None:
+    w = random(*shape).bfloat16()
+    assert_identical(int8_triton.quantize_both_layouts(w), int8.both_layouts_reference(w))
+    if w.numel():
+        w[-1, -1] = math.inf
+        assert_identical(int8_triton.quantize_both_layouts(w), int8.both_layouts_reference(w))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -320,15 +331,46 @@ def test_int8_products_match_the_reference_exactly(size: tuple[int, int, int], s
         assert_identical(int8_triton.matmul(*views, *scales, bias, dtype), expected)
 
 
-def test_int8_products_cover_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "MNK":
-        monkeypatch.setattr(int8_triton, name, 16)
+def test_int8_products_do_not_depend_on_how_they_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_triton, "GROUP", 2)  # five rows of tiles: the last group is a short one
-    a = torch.randint(-127, 128, (70, 40), dtype=torch.int8)
-    b = torch.randint(-127, 128, (40, 50), dtype=torch.int8)
-    scales = torch.rand(70), torch.rand(50)
-    expected = int8.matmul_reference(a, b, *scales, None, torch.float32)
-    assert_identical(int8_triton.matmul(a, b, *scales, None, torch.float32), expected)
+    a = torch.randint(-127, 128, (70, 128), dtype=torch.int8)
+    b = torch.randint(-127, 128, (50, 128), dtype=torch.int8).t()
+    operands = a, b, torch.rand(70), torch.rand(50), torch.randn(50), torch.float32
+    expected = int8.matmul_reference(*operands)
+    for config in ({"M": 16, "N": 16, "K": 32}, {"M": 32, "N": 64, "K": 16}):
+        assert_identical(int8_triton.multiply(*operands, config), expected)
+        monkeypatch.setattr(int8_triton, "FIXED", config)
+        assert_identical(int8_triton.multiply_split(*operands, 3), expected)
+    assert_identical(int8_triton.multiply_cublas(*operands), expected)
+
+
+def test_the_fastest_product_is_measured_once_and_never_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    def time_it(run: Any, **_: Any) -> float:
+        timed.append(run())
+        return {"triton": 2.0, "cublas": 1.0, "split": 3.0}[timed[-1]]
+
+    monkeypatch.setattr(triton.testing, "do_bench", time_it)
+    monkeypatch.setattr(int8_triton, "_fastest", {})
+    runs = {name: lambda name=name: name for name in ("triton", "cublas", "split")}
+    assert int8_triton.choose(runs, (8, 8), measurable=False) == "triton"
+    assert timed == []
+    assert [int8_triton.choose(runs, (8, 8), measurable=True) for _ in range(2)] == ["cublas", "cublas"]
+    assert timed == ["triton", "cublas", "split"]
+    assert int8_triton.choose(runs, (8, 8), measurable=False) == "cublas"
+    assert int8_triton.choose({"triton": runs["triton"]}, (8, 8), measurable=True) == "triton"  # a shape that it refuses
+
+
+def test_cublas_is_offered_only_the_shapes_that_it_takes() -> None:
+    def names(rows: int, inner: int, columns: int) -> list[str]:
+        a, b = torch.empty(rows, inner, dtype=torch.int8), torch.empty(columns, inner, dtype=torch.int8)
+        assert int8_triton.candidates(a, b.t().contiguous()) == ["triton"]
+        return int8_triton.candidates(a, b.t())
+
+    assert names(17, 8, 8) == ["triton", "cublas"]
+    for refused in ((16, 8, 8), (17, 12, 8), (17, 8, 12)):
+        assert names(*refused) == ["triton"]
 
 
 # --- gelu

@@ -63,7 +63,8 @@ HUGE = 4 << 20
 
 # The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
 _STEP = ("fused_step", "step_norms", "gradient_norms", "gradient_ratios")
-_OTHERS = ("quantize_blockwise", "dequantize_blockwise", "quantize_int8", "int8_matmul", "gelu", "gelu_backward")
+_INT8 = ("quantize_int8", "quantize_both_layouts", "int8_matmul")
+_OTHERS = ("quantize_blockwise", "dequantize_blockwise", *_INT8, "gelu", "gelu_backward")
 _ALL: tuple[Backend, ...] = ("reference", "native", "triton")
 OPS = dict.fromkeys((*_STEP, *_OTHERS), _ALL) | {"round_float8": _ALL[:1]}
 OPS |= dict.fromkeys(("fingerprint", "product", "attention", "score"), _ALL[:2])

@@ -163,6 +163,12 @@ def _quantize_int8(device: str) -> bool:
     )
 
 
+def _quantize_both_layouts(device: str) -> bool:
+    x = _values(device).view(20, 50)
+    found = zip(int8.quantize_both_layouts(x), int8.both_layouts_reference(x), strict=True)
+    return all(torch.equal(a, b) for a, b in found)
+
+
 def _int8_matmul(device: str) -> bool:
     x = _values(device).view(20, 50)
     a, b = int8.quantize_rowwise(x), int8.quantize_rowwise(x.flip(0))
@@ -220,6 +226,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "gradient_norms": _gradient_norms,
     "gradient_ratios": _gradient_ratios,
     "quantize_int8": _quantize_int8,
+    "quantize_both_layouts": _quantize_both_layouts,
     "int8_matmul": _int8_matmul,
     "round_float8": _round_float8,
     "fingerprint": _fingerprint,

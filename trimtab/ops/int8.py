@@ -11,7 +11,8 @@ A row of zeros has absmax 0 and codes 0. A row that holds a NaN or an Inf gets a
 are NaN, and no others.
 
 Wortsman et al. 2023, section 2. Kernels: int8.cpp (CPU), int8_triton.py (GPU). The product itself is oneDNN's
-(`torch._int_mm`) on CPUs with VNNI, and int8.cpp's where there is AVX2 or AVX-512 without it.
+(`torch._int_mm`) on CPUs with VNNI, and int8.cpp's where there is AVX2 or AVX-512 without it; on GPUs it is Triton's or
+cuBLASLt's, whichever is faster.
 """
 # mypy: disable-error-code="no-any-return"
 # (the ops of torch.library are untyped)
@@ -43,6 +44,16 @@ def quantize_tensorwise(x: Tensor) -> tuple[Tensor, Tensor]:
     check_tensor("x", x, dtypes=FLOATS)
     codes, absmax = _quantize(x.view(1, -1), 1)
     return codes.view(x.shape), absmax.view(())
+
+
+def quantize_both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `(codes, codes_t, absmax)` of a matrix [out, in]: its tensor-wise codes, their transpose, and the scale.
+
+    `codes_t` is [in, out] and contiguous. GPUs multiply int8 only where the inner dimension is contiguous, so a layer
+    uses `codes.t()` in its forward and `codes_t.t()` in its backward product.
+    """
+    _check_matrix(w)
+    return _quantize_both(w)
 
 
 def dequantize(codes: Tensor, absmax: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -110,6 +121,12 @@ def quantize_reference(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return (unit * 127).round().to(torch.int8), torch.where(finite, absmax, torch.nan).squeeze(dim)
 
 
+def both_layouts_reference(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition: the codes of the whole tensor, and a transposed copy."""
+    codes, absmax = quantize_reference(w.view(1, -1), 1)
+    return codes.view(w.shape), codes.view(w.shape).t().contiguous(), absmax.view(())
+
+
 def matmul_reference(
     a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -142,12 +159,20 @@ def _check_matrix(x: Tensor) -> None:
 
 
 _quantize = torch.library.custom_op("trimtab::quantize_int8", mutates_args=())(quantize_reference)
+_quantize_both = torch.library.custom_op("trimtab::quantize_both_layouts", mutates_args=())(both_layouts_reference)
 _matmul = torch.library.custom_op("trimtab::int8_matmul", mutates_args=())(matmul_reference)
 
 
 @_quantize.register_fake
 def _(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[1 - dim], dtype=torch.float32)
+
+
+@_quantize_both.register_fake
+def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = w.shape
+    scale = w.new_empty((), dtype=torch.float32)
+    return torch.empty_like(w, dtype=torch.int8), w.new_empty(columns, rows, dtype=torch.int8), scale
 
 
 @_matmul.register_fake
@@ -167,6 +192,11 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     stored = (codes.data_ptr(), absmax.data_ptr(), torch.get_num_threads())
     backends.native.quantize_int8(x.data_ptr(), backends.DTYPE_CODES[x.dtype], *x.shape, dim == 0, *stored)
     return codes, absmax
+
+
+def both_layouts_native(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes, absmax = quantize_native(w.view(1, -1), 1)
+    return codes.view(w.shape), codes.view(w.shape).t().contiguous(), absmax.view(())
 
 
 def matmul_cpu(
@@ -205,10 +235,12 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 if backends.native is not None:
     _quantize.register_kernel("cpu")(quantize_native)
+    _quantize_both.register_kernel("cpu")(both_layouts_native)
 _matmul.register_kernel("cpu")(matmul_cpu)
 
 if backends.triton_missing is None:
     from trimtab.ops import int8_triton
 
     _quantize.register_kernel("cuda")(int8_triton.quantize)
+    _quantize_both.register_kernel("cuda")(int8_triton.quantize_both_layouts)
     _matmul.register_kernel("cuda")(int8_triton.matmul)

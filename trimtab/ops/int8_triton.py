@@ -1,18 +1,28 @@
 """int8 quantization and the int8 matrix product on the GPU: the Triton kernels of int8.py.
 
-Quantizing: a program reads LANES rows (or columns), TILE values at a time, once for the absmax and once to round. With
-a few long lanes, such as a whole tensor, most of the GPU would be idle: they are split into parts, and the two passes
-become two launches.
+Quantizing: a row of up to WHOLE values is read once and stays in registers. Longer rows, tensors and columns are split
+into parts, with one launch for the absmax and one to round.
 
     lane 0   [ part 0: TILE, TILE, ... | part 1 ... ]        absmax of a lane = largest absmax of its parts
 
-The product: int8 tiles multiplied and added up in int32, which is exact; scales and bias are applied before the result
-is written. Codes, scales and products equal the reference to the last bit.
+A weight is stored in both layouts, because tensor cores read int8 only where the inner dimension is contiguous:
+
+    Y = X W^T    inner dimension in:  codes of W   [out, in]
+    dX = G W     inner dimension out: codes of W^T [in, out]
+
+The product: int8 tiles multiplied and added up in int32, which is exact, so every tile size, every division of the inner
+dimension and cuBLASLt give the same sums. Scales and bias are applied to a tile before it is written ("triton"), or in a
+second kernel after the sums of several programs ("split") or of `torch._int_mm` ("cublas"). The fastest is measured once
+per shape. Codes, scales and products equal the reference to the last bit.
 
 Wortsman et al. 2023, section 2.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -21,10 +31,35 @@ from torch import Tensor
 
 from trimtab.ops.blockwise_triton import launch, magnitude_bits, narrow, stored_absmax, to_unit
 
-TILES = {0: (64, 64), 1: (16, 256)}  # columns (rows) per quantizing program, and values of each at a time
-PART = 4096  # the shortest part of a lane
-PROGRAMS = 512  # enough programs to fill a large GPU; with fewer lanes than that, lanes are split
-M, N, K, GROUP = 128, 128, 64, 8  # the tile of the product, and the rows of tiles that share columns in the cache
+WHOLE = 16384  # the longest row that a program keeps in registers: 32 values per thread of 16 warps
+TILES = {0: (64, 64), 1: (1, 2048)}  # columns (rows) per program, and values of each at a time: 16 or 32 per thread
+PART = {0: 256, 1: 8192}  # the shortest part of a column (row)
+PROGRAMS = 1024  # enough programs to fill a large GPU; with fewer lanes than that, lanes are split
+SQUARE = 64  # the tile that is stored in both layouts, 32 values per thread of 4 warps
+RESCALE = {"M": 8, "N": 256}  # 16 values per thread
+
+# Tiles of the product. The int32 sums take M * N / (32 * num_warps) registers per thread: with 64 one program of 8 warps
+# or two of 4 are on a multiprocessor, and the stages of (M + N) * K bytes hide the latency instead of more warps. With 128
+# the compiler has no registers left for operands, so these tiles are for sm_90 and later, which read them from shared memory.
+GROUP = 8  # rows of tiles that share columns in the cache
+FIXED: dict[str, int] = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # where nothing is measured
+CONFIGS = [
+    triton.Config({"M": m, "N": n, "K": k}, num_warps=warps, num_stages=stages)
+    for m, n, k, warps, stages in (
+        (128, 128, 64, 8, 3),
+        (128, 128, 128, 8, 3),
+        (128, 128, 128, 4, 3),
+        (128, 256, 64, 8, 3),
+        (128, 256, 128, 8, 3),
+        (64, 128, 128, 4, 4),
+        (128, 64, 128, 4, 4),
+        (64, 64, 128, 4, 4),
+        (32, 64, 128, 4, 5),
+    )
+]
+LONGEST = 128  # the largest K of a config
+
+_fastest: dict[tuple[Any, ...], str] = {}  # the product of each shape and device
 
 
 def quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -32,35 +67,208 @@ def quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     lanes, length = x.shape[1 - dim], x.shape[dim]
     if x.numel() == 0:
         return codes, x.new_zeros(lanes, dtype=torch.float32)
-    side, tile = TILES[dim]
-    groups = triton.cdiv(lanes, side)
-    parts = min(triton.cdiv(PROGRAMS, groups), triton.cdiv(length, PART))
-    part = triton.cdiv(length, parts * tile) * tile
-    absmax = x.new_empty(parts, lanes, dtype=torch.float32)
-    sizes = (lanes, length, x.stride(1 - dim), x.stride(dim), part)
-    shape = {"LANES": side, "TILE": tile}
-    launch(_quantize_kernel, (groups, parts), x, codes, absmax, *sizes, MEASURE=True, ROUND=parts == 1, **shape)
-    absmax = absmax.amax(dim=0)
-    if parts > 1:
-        launch(_quantize_kernel, (groups, parts), x, codes, absmax, *sizes, MEASURE=False, ROUND=True, **shape)
+    if dim == 1 and length <= WHOLE:
+        absmax = x.new_empty(lanes, dtype=torch.float32)
+        tile = triton.next_power_of_2(length)
+        rows = max(1, 2048 // tile)
+        shape = {"ROWS": rows, "TILE": tile, "num_warps": min(max(4, tile // 512), 16)}
+        launch(_rows_kernel, (triton.cdiv(lanes, rows),), x, codes, absmax, lanes, length, **shape)
+        return codes, absmax
+    absmax, run = _measure(x, dim, codes)
+    run(absmax, MEASURE=False)
     return codes, absmax
 
 
+def quantize_both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty_like(w, dtype=torch.int8)
+    codes_t = w.new_empty(w.shape[1], w.shape[0], dtype=torch.int8)
+    if w.numel() == 0:
+        return codes, codes_t, w.new_zeros((), dtype=torch.float32)
+    absmax, _ = _measure(w.view(1, -1), 1, codes)
+    grid = (triton.cdiv(w.shape[1], SQUARE), triton.cdiv(w.shape[0], SQUARE))
+    launch(_both_layouts_kernel, grid, w, codes, codes_t, absmax, *w.shape, TILE=SQUARE)
+    return codes, codes_t, absmax.view(())
+
+
+def _measure(x: Tensor, dim: int, codes: Tensor) -> tuple[Tensor, Callable[..., None]]:
+    """The absmax of each lane, and the launch that found the absmax of their parts."""
+    lanes, length = x.shape[1 - dim], x.shape[dim]
+    side, tile = TILES[dim]
+    groups = triton.cdiv(lanes, side)
+    parts = min(triton.cdiv(PROGRAMS, groups), triton.cdiv(length, PART[dim]))
+    part = triton.cdiv(length, parts * tile) * tile
+    sizes = (lanes, length, x.stride(1 - dim), x.stride(dim), part)
+
+    def run(absmax: Tensor, **constants: bool) -> None:
+        operands = (x, codes, absmax, *sizes)
+        launch(_parts_kernel, (groups, parts), *operands, **constants, LANES=side, TILE=tile)
+
+    found = x.new_empty(parts, lanes, dtype=torch.float32)
+    run(found, MEASURE=True)
+    return found.amax(dim=0), run
+
+
+# --- The product
+
+
 def matmul(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if a.shape[0] * b.shape[1] == 0:
+        return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    products = {"triton": multiply, "split": multiply_split, "cublas": multiply_cublas}
+    operands = (a, b, a_absmax, b_absmax, bias, dtype)
+    runs = {name: partial(products[name], *operands) for name in candidates(a, b)}
+    layout = (a.is_contiguous(), b.t().is_contiguous(), a_absmax.dim(), b_absmax.dim(), bias is None, dtype)
+    key = (a.device, triton.next_power_of_2(a.shape[0]), *b.shape, *layout)
+    return runs[choose(runs, key, measurable=can_measure(a))]()
+
+
+def candidates(a: Tensor, b: Tensor) -> list[str]:
+    """The products that can multiply these codes. `torch._int_mm` on CUDA refuses other shapes."""
     (rows, inner), columns = a.shape, b.shape[1]
-    out = a.new_empty(rows, columns, dtype=dtype)
-    if out.numel() == 0:
-        return out
-    grid = (triton.cdiv(rows, M) * triton.cdiv(columns, N),)
-    strides = (*a.stride(), *b.stride(), a_absmax.dim(), b_absmax.dim())  # a scalar scale has stride 0, a vector 1
-    operands = (a, b, a_absmax, b_absmax, out if bias is None else bias, out)
-    shape = {"HAS_BIAS": bias is not None, "M": M, "N": N, "K": K, "GROUP": GROUP, "num_warps": 8}
-    launch(_matmul_kernel, grid, *operands, rows, columns, inner, *strides, **shape)
+    names = ["triton"]
+    if a.is_contiguous() and b.t().is_contiguous() and rows > 16 and inner > 0 and inner % 8 == columns % 8 == 0:
+        names.append("cublas")
+    if splits(a, b) > 1:
+        names.append("split")
+    return names
+
+
+def choose(runs: Mapping[str, Callable[[], Any]], key: tuple[Any, ...], *, measurable: bool) -> str:
+    """The name of the fastest, measured once per key. Where nothing may be measured, a known one or the first."""
+    if key not in _fastest:
+        if not measurable or len(runs) == 1:
+            return next(iter(runs))
+        times = {name: triton.testing.do_bench(run, warmup=5, rep=20) for name, run in runs.items()}
+        _fastest[key] = min(times, key=times.__getitem__)
+    return _fastest[key] if _fastest[key] in runs else next(iter(runs))
+
+
+def can_measure(x: Tensor) -> bool:
+    """On a GPU, and not while a CUDA graph is captured: timing synchronises."""
+    return x.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def splits(a: Tensor, b: Tensor) -> int:
+    """Into how many parts the inner dimension may be divided, where there are too few tiles for all processors."""
+    if not a.is_cuda:
+        return 1
+    tiles = triton.cdiv(a.shape[0], FIXED["M"]) * triton.cdiv(b.shape[1], FIXED["N"])
+    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    return max(1, min(processors // tiles, a.shape[1] // 1024, 16))
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    a_absmax: Tensor,
+    b_absmax: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    config: Mapping[str, int] | None = None,
+) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    _launch_product(a, b, a_absmax, b_absmax, bias, out, split=1, config=config)
     return out
 
 
+def multiply_split(
+    a: Tensor,
+    b: Tensor,
+    a_absmax: Tensor,
+    b_absmax: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    split: int | None = None,
+) -> Tensor:
+    total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.int32)
+    _launch_product(a, b, a_absmax, b_absmax, None, total, split=split or splits(a, b), config=None)
+    return rescale(total, a_absmax, b_absmax, bias, dtype)
+
+
+def multiply_cublas(
+    a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return rescale(torch._int_mm(a, b), a_absmax, b_absmax, bias, dtype)
+
+
+def rescale(total: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    rows, columns = total.shape
+    out = total.new_empty(rows, columns, dtype=dtype)
+    grid = (triton.cdiv(rows, RESCALE["M"]), triton.cdiv(columns, RESCALE["N"]))
+    operands = (total, a_absmax, b_absmax, out if bias is None else bias, out)
+    sizes = (rows, columns, a_absmax.dim(), b_absmax.dim())
+    launch(_rescale_kernel, grid, *operands, *sizes, HAS_BIAS=bias is not None, **RESCALE)
+    return out
+
+
+def _launch_product(
+    a: Tensor,
+    b: Tensor,
+    a_absmax: Tensor,
+    b_absmax: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    split: int,
+    config: Mapping[str, int] | None,
+) -> None:
+    (rows, inner), columns = a.shape, b.shape[1]
+    strides = (*a.stride(), *b.stride(), a_absmax.dim(), b_absmax.dim())  # a scalar scale has stride 0, a vector 1
+    operands = (a, b, a_absmax, b_absmax, out if bias is None else bias, out)
+    sizes = (rows, columns, inner, *strides, triton.next_power_of_2(rows))
+    shape = {"HAS_BIAS": bias is not None, "SPLIT": split, "EVEN": inner % LONGEST == 0, "GROUP": GROUP}
+
+    def grid(meta: Mapping[str, int]) -> tuple[int, int]:
+        return triton.cdiv(rows, meta["M"]) * triton.cdiv(columns, meta["N"]), split
+
+    if config is None and can_measure(a):
+        launch(_tuned_kernel, grid, *operands, *sizes, **shape)
+    else:
+        launch(_matmul_kernel, grid, *operands, *sizes, **shape, **(config or FIXED))
+
+
+def fits(configs: list[Any], arguments: Mapping[str, Any], **_: Any) -> list[Any]:
+    """The configs whose stages fit into the shared memory of the device, and whose tile is not mostly empty."""
+    properties = torch.cuda.get_device_properties(arguments["a_ptr"].device)
+    memory = getattr(properties, "shared_memory_per_block_optin", 65536)
+    rows, columns = max(32, arguments["bucket"]), max(64, triton.next_power_of_2(arguments["columns"]))
+    found = []
+    for config in configs:
+        m, n, k = config.kwargs["M"], config.kwargs["N"], config.kwargs["K"]
+        spills = sums_per_thread(config) > 64 and properties.major < 9
+        if config.num_stages * (m + n) * k <= memory and m <= rows and n <= columns and not spills:
+            found.append(config)
+    return found or [configs[-1]]
+
+
+def sums_per_thread(config: Any) -> int:
+    sums: int = config.kwargs["M"] * config.kwargs["N"] // (32 * config.num_warps)
+    return sums
+
+
+# --- Kernels. Where a row begins is a 64-bit number.
+
+
 @triton.jit
-def _quantize_kernel(
+def _round(unit):
+    # Near 1.5 * 2^23 neighbouring floats are 1 apart: adding it rounds half to even.
+    return ((unit * 127.0 + 12582912.0) - 12582912.0).to(tl.int8)
+
+
+@triton.jit
+def _rows_kernel(x_ptr, codes_ptr, absmax_ptr, rows, length, ROWS: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, TILE)[None, :]
+    mask = (row < rows)[:, None] & (columns < length)
+    offsets = (row * length)[:, None] + columns
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    bits = tl.max(magnitude_bits(x, mask), axis=1)
+    tl.store(absmax_ptr + row, stored_absmax(bits), mask=row < rows)
+    tl.store(codes_ptr + offsets, _round(to_unit(x, bits[:, None])), mask=mask)
+
+
+@triton.jit
+def _parts_kernel(
     x_ptr,
     codes_ptr,
     absmax_ptr,
@@ -70,37 +278,79 @@ def _quantize_kernel(
     stride,
     part,
     MEASURE: tl.constexpr,
-    ROUND: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Find the absmax of a part of LANES lanes, or round it with the absmax of the whole lanes."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     first = tl.program_id(1).to(tl.int64) * part
     end = tl.minimum(first + part, length)
     bits = tl.zeros((LANES, TILE), tl.int32)
-    if MEASURE:
-        for start in range(first, end, TILE):
-            columns = start + tl.arange(0, TILE)
-            mask = (lane < lanes)[:, None] & (columns < end)[None, :]
-            offsets = lane[:, None] * lane_stride + columns[None, :] * stride
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if not MEASURE:
+        absmax = magnitude_bits(tl.load(absmax_ptr + lane, mask=lane < lanes, other=0.0), lane < lanes)
+    for start in range(first, end, TILE):
+        columns = start + tl.arange(0, TILE)
+        mask = (lane < lanes)[:, None] & (columns < end)[None, :]
+        offsets = lane[:, None] * lane_stride + columns[None, :] * stride
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if MEASURE:
             bits = tl.maximum(bits, magnitude_bits(x, mask))
-        bits = tl.max(bits, axis=1)
-        tl.store(absmax_ptr + tl.program_id(1) * lanes + lane, stored_absmax(bits), mask=lane < lanes)
-    else:
-        bits = magnitude_bits(tl.load(absmax_ptr + lane, mask=lane < lanes, other=0.0), lane < lanes)
-    if ROUND:
-        for start in range(first, end, TILE):
-            columns = start + tl.arange(0, TILE)
-            mask = (lane < lanes)[:, None] & (columns < end)[None, :]
-            offsets = lane[:, None] * lane_stride + columns[None, :] * stride
-            x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-            # Near 1.5 * 2^23 neighbouring floats are 1 apart: adding it rounds half to even.
-            codes = (to_unit(x, bits[:, None]) * 127.0 + 12582912.0) - 12582912.0
-            tl.store(codes_ptr + offsets, codes.to(tl.int8), mask=mask)
+        else:
+            tl.store(codes_ptr + offsets, _round(to_unit(x, absmax[:, None])), mask=mask)
+    if MEASURE:
+        out_ptr = absmax_ptr + tl.program_id(1).to(tl.int64) * lanes + lane
+        tl.store(out_ptr, stored_absmax(tl.max(bits, axis=1)), mask=lane < lanes)
 
 
 @triton.jit
+def _both_layouts_kernel(w_ptr, codes_ptr, codes_t_ptr, absmax_ptr, rows, columns, TILE: tl.constexpr):
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    j = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = (i < rows)[:, None] & (j < columns)[None, :]
+    offsets = i.to(tl.int64)[:, None] * columns + j[None, :]
+    w = tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    absmax = tl.load(absmax_ptr + tl.zeros((1, 1), tl.int32))
+    codes = _round(to_unit(w, magnitude_bits(absmax, True)))
+    tl.store(codes_ptr + offsets, codes, mask=mask)
+    mask = (j < columns)[:, None] & (i < rows)[None, :]
+    tl.store(codes_t_ptr + j.to(tl.int64)[:, None] * rows + i[None, :], tl.trans(codes), mask=mask)
+
+
+@triton.jit
+def _rescaled(total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS: tl.constexpr):
+    row = tl.div_rn(tl.load(a_absmax_ptr + i * a_scale, mask=i < rows, other=0.0), 127.0)
+    column = tl.div_rn(tl.load(b_absmax_ptr + j * b_scale, mask=j < columns, other=0.0), 127.0)
+    y = total.to(tl.float32) * row[:, None] * column[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + j, mask=j < columns, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _rescale_kernel(
+    total_ptr,
+    a_absmax_ptr,
+    b_absmax_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    columns,
+    a_scale,
+    b_scale,
+    HAS_BIAS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    i = tl.program_id(0) * M + tl.arange(0, M)
+    j = tl.program_id(1) * N + tl.arange(0, N)
+    mask = (i < rows)[:, None] & (j < columns)[None, :]
+    offsets = i.to(tl.int64)[:, None] * columns + j[None, :]
+    total = tl.load(total_ptr + offsets, mask=mask, other=0)
+    y = _rescaled(total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS)
+    tl.store(out_ptr + offsets, narrow(y, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["bucket"])
 def _matmul_kernel(
     a_ptr,
     b_ptr,
@@ -117,33 +367,55 @@ def _matmul_kernel(
     b_column,
     a_scale,
     b_scale,
+    bucket,  # `rows` rounded up, for which the tile is chosen
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     # Programs that run at the same time work on GROUP rows of tiles, so that they read the same columns of b.
     program, across = tl.program_id(0), tl.cdiv(columns, N)
     top = program // (GROUP * across) * GROUP
     height = tl.minimum(tl.cdiv(rows, M) - top, GROUP)
     program = program % (GROUP * across)
-    i = (top + program % height).to(tl.int64) * M + tl.arange(0, M)
-    j = (program // height).to(tl.int64) * N + tl.arange(0, N)
+    i = (top + program % height) * M + tl.arange(0, M)
+    j = (program // height) * N + tl.arange(0, N)
+    part = tl.cdiv(tl.cdiv(inner, K), SPLIT) * K
+    first = tl.program_id(1) * part
+    k = tl.arange(0, K)
+    # Rows and columns beyond the end are others' that are not stored: no masks in the loop.
+    a_ptrs = a_ptr + (i % rows).to(tl.int64)[:, None] * a_row + (first + k).to(tl.int64)[None, :] * a_inner
+    b_ptrs = b_ptr + (first + k).to(tl.int64)[:, None] * b_inner + (j % columns).to(tl.int64)[None, :] * b_column
+    a_step, b_step = tl.cast(a_inner, tl.int64) * K, tl.cast(b_inner, tl.int64) * K
 
     total = tl.zeros((M, N), tl.int32)
-    for start in range(0, inner, K):
-        k = start + tl.arange(0, K).to(tl.int64)
-        a_mask = (i < rows)[:, None] & (k < inner)[None, :]
-        b_mask = (k < inner)[:, None] & (j < columns)[None, :]
-        a = tl.load(a_ptr + i[:, None] * a_row + k[None, :] * a_inner, mask=a_mask, other=0)
-        b = tl.load(b_ptr + k[:, None] * b_inner + j[None, :] * b_column, mask=b_mask, other=0)
+    for start in range(first, tl.minimum(first + part, inner), K):
+        if EVEN:
+            a, b = tl.load(a_ptrs), tl.load(b_ptrs)
+        else:
+            a = tl.load(a_ptrs, mask=(k < inner - start)[None, :], other=0)
+            b = tl.load(b_ptrs, mask=(k < inner - start)[:, None], other=0)
         total = tl.dot(a, b, total, out_dtype=tl.int32)
+        a_ptrs += a_step
+        b_ptrs += b_step
 
-    row = tl.div_rn(tl.load(a_absmax_ptr + i * a_scale, mask=i < rows, other=0.0), 127.0)
-    column = tl.div_rn(tl.load(b_absmax_ptr + j * b_scale, mask=j < columns, other=0.0), 127.0)
-    y = total.to(tl.float32) * row[:, None] * column[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + j, mask=j < columns, other=0.0).to(tl.float32)[None, :]
     mask = (i < rows)[:, None] & (j < columns)[None, :]
-    tl.store(out_ptr + i[:, None] * columns + j[None, :], narrow(y, out_ptr.dtype.element_ty), mask=mask)
+    out_ptrs = out_ptr + i.to(tl.int64)[:, None] * columns + j[None, :]
+    if SPLIT == 1:
+        y = _rescaled(total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS)
+        tl.store(out_ptrs, narrow(y, out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.atomic_add(out_ptrs, total, mask=mask, sem="relaxed")
+
+
+# While it measures, the programs of each trial add to the same sums: they start from zero.
+_tuned_kernel = triton.autotune(
+    CONFIGS,
+    key=["bucket", "columns", "inner", "a_inner", "b_inner", "SPLIT"],
+    prune_configs_by={"early_config_prune": fits},
+    reset_to_zero=["out_ptr"],
+    cache_results=True,
+)(_matmul_kernel)

@@ -29,8 +29,11 @@ from torch.nn.functional import pad
 from trimtab.ops.blockwise_triton import (
     BOOK,
     INFINITY_BITS,
+    alignment,
     boundaries,
+    columns_inside,
     launch,
+    look_up,
     magnitude_bits,
     narrow,
     nearest,
@@ -100,7 +103,7 @@ class Form:
     rule: str
     keeps: int  # bit K: the rule has state K (0 m, 1 the slow m, 2 v)
     quantized: int  # 0 float32, 1 by codebook, 2 quadratic
-    aligned: bool  # to 16 bytes
+    aligned: bool  # addresses to 16 bytes, and blocks to 16 values
     many: bool  # a block is longer than a tile
     rows: int
     tile: int
@@ -147,7 +150,8 @@ def _groups(a: Arguments) -> Iterator[_Group]:
     rows, tile = tile_shape(block)
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, (p, g) in enumerate(zip(a.params, a.grads, strict=True)):
-        aligned = all(x.data_ptr() % 16 == 0 for x in (p, g, *a.states[i::count])) and p.numel() % 16 == 0
+        aligned = alignment(p.numel(), block) == 16
+        aligned = aligned and all(x.data_ptr() % 16 == 0 for x in (p, g, *a.states[i::count]))
         alike.setdefault((p.dtype, g.dtype, aligned), []).append(i)
     for (p_dtype, g_dtype, aligned), members in alike.items():
         programs = [triton.cdiv(a.params[i].numel(), rows * block) for i in members]
@@ -252,7 +256,8 @@ class At(NamedTuple):
     row_ptr: Any  # of the scalars
     books_ptr: Any
     blocks: Any  # [ROWS, 1]: their numbers
-    block: Any
+    first: Any  # [ROWS, 1]: the place of their first values
+    left: Any  # [ROWS, 1]: their lengths, not positive beyond the end of the tensor
     count: Any  # the values of the tensor
 
 
@@ -263,13 +268,12 @@ def _locate(table_ptr, owner_ptr, scalars_ptr, books_ptr, block, SKIP: tl.conste
     blocks = (program - tl.load(line_ptr + FIRST)) * FORM.rows + tl.arange(0, FORM.rows)
     row_ptr = scalars_ptr + tl.load(line_ptr + ROW) * WIDTH
     count = tl.load(line_ptr + COUNT)
-    if FORM.aligned:
-        count = tl.multiple_of(count, 16)
     if SKIP:  # a tensor whose row is not finite counts as empty: nothing of it is read or written
         columns = tl.arange(0, 16)
         row = tl.load(row_ptr + columns, mask=columns < WIDTH, other=0.0)
         count = tl.where(tl.max(magnitude_bits(row, columns < WIDTH), axis=0) < INFINITY_BITS, count, 0)
-    return At(line_ptr, row_ptr, books_ptr, blocks[:, None], block, count)
+    first = blocks[:, None] * block
+    return At(line_ptr, row_ptr, books_ptr, blocks[:, None], first, tl.minimum(count - first, block), count)
 
 
 @triton.jit
@@ -283,9 +287,8 @@ def _pointer(at, COLUMN: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr
 @triton.jit
 def _cells(at, start, FORM: tl.constexpr):
     """The values [start, start + tile) of each block: their offsets in the tensor, and which of them exist."""
-    columns = start + tl.arange(0, FORM.tile)[None, :]
-    offsets = at.blocks * at.block + columns
-    return offsets, (columns < at.block) & (offsets < at.count)
+    offsets = (at.first + start) + tl.arange(0, FORM.tile)[None, :]
+    return offsets, columns_inside(at.left - start, FORM.tile, 16 if FORM.aligned else 1)
 
 
 @triton.jit
@@ -296,7 +299,7 @@ def _codes(at, K: tl.constexpr, offsets, mask, FORM: tl.constexpr):
 @triton.jit
 def _scale(at, K: tl.constexpr):
     scale_ptr = _pointer(at, SCALE + K, tl.float32, False) + at.blocks
-    return tl.load(scale_ptr, mask=at.blocks * at.block < at.count, other=0.0)
+    return tl.load(scale_ptr, mask=at.left > 0, other=0.0)
 
 
 @triton.jit
@@ -308,7 +311,7 @@ def _read(at, K: tl.constexpr, offsets, mask, unit, FORM: tl.constexpr):
         scale = _scale(at, K)
         if FORM.quantized == 2:
             return _decode_quadratic(codes, scale, unit, K, FORM)
-        return tl.load(at.books_ptr + K // 2 * 2 * BOOK + codes.to(tl.int32), mask=mask, other=0.0) * scale
+        return look_up(at.books_ptr + K // 2 * 2 * BOOK, codes.to(tl.int32)) * scale
     else:
         return tl.load(_pointer(at, STATE + K, tl.float32, FORM.aligned) + offsets, mask=mask, other=0.0)
 
@@ -368,12 +371,23 @@ def _shift(choice):
 
 
 @triton.jit
+def _window(end, choice):
+    """Of each block: the bits that code 0, or KNEE in a wide window, stands for; that code; how far codes are shifted.
+
+    Codes below the second number are two powers of two coarser.
+    """
+    shift = _shift(choice)
+    base = tl.where(choice == 0, _knee(end), _low(end, shift) << shift)
+    return base, tl.where(choice == 0, KNEE, 0), shift
+
+
+@triton.jit
 def _decode_root(codes, scale):
-    end, c = scale.to(tl.int32, bitcast=True), codes.to(tl.int32)
-    shift = _shift(end & 7)
-    near = (c + _low(end >> shift, shift)) << shift
-    far = _knee(end >> COARSEST) + ((c - KNEE) << tl.where(c < KNEE, COARSEST + 2, COARSEST))
-    return tl.where((end & 7) == 0, far, near).to(tl.float32, bitcast=True)
+    bits = scale.to(tl.int32, bitcast=True)
+    choice = bits & 7
+    base, middle, shift = _window(bits >> _shift(choice), choice)
+    c = codes.to(tl.int32)
+    return (base + ((c - middle) << tl.where(c < middle, shift + 2, shift))).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -382,7 +396,7 @@ def _decode_quadratic(codes, scale, unit, K: tl.constexpr, FORM: tl.constexpr):
     if K == 2:
         return _decode_root(codes, scale)
     else:
-        c = codes.to(tl.int8, bitcast=True).to(tl.float32)
+        c = ((codes.to(tl.int32) ^ 0x4B000080).to(tl.float32, bitcast=True)) - 8388736.0  # as int8, without conversion
         if (FORM.units >> K) & 1 == 0:
             value = _twice(_twice(tl.abs(c)))
             c = tl.where(c < 0, -value, value)
@@ -393,35 +407,36 @@ def _decode_quadratic(codes, scale, unit, K: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _phase(at, start, K: tl.constexpr, FORM: tl.constexpr):
     """The dither of moment K, in 2^-32ths of a code: it advances per step and per value of a block."""
-    step = tl.load(at.row_ptr + STEP).to(tl.int64)
+    step = tl.load(at.row_ptr + STEP).to(tl.int64).to(tl.uint32)
     per_step: tl.constexpr = 0xD1B54A33 if K == 0 else (0xABC98389 if K == 1 else 0x8CB92BA7)
     per_value: tl.constexpr = 0x9E3779B1 if K == 0 else (0xC13FA9A9 if K == 1 else 0x91E10DA5)
-    places = start + tl.arange(0, FORM.tile)[None, :].to(tl.int64)
-    return step * per_step + places * per_value & 0xFFFFFFFF
+    places = (start + tl.arange(0, FORM.tile)[None, :]).to(tl.uint32)
+    return step * per_step + places * per_value
 
 
 @triton.jit
 def _dithered_root(at, start, x, choice, most, FORM: tl.constexpr):
     """The bits of a root with its dither, and how many of the last ones are not stored."""
-    root, knee = x.to(tl.int32, bitcast=True), _knee(_end(most, COARSEST))
-    shift = tl.where((choice == 0) & (root < knee), COARSEST + 2, _shift(choice))
-    lowest = tl.where(choice == 0, knee - (KNEE << (COARSEST + 2)), _low(_end(most, shift), shift) << shift)
-    noise = ((_phase(at, start, 2, FORM) >> 23).to(tl.int32) * 2 + 1) << (shift - 10)
+    base, middle, shift = _window(_end(most, _shift(choice)), choice)
+    root = x.to(tl.int32, bitcast=True)
+    lowest = base - (middle << (COARSEST + 2))
+    shift = tl.where(root < tl.where(choice == 0, base, 0), shift + 2, shift)
+    noise = ((_phase(at, start, 2, FORM) >> 22) | 1).to(tl.int32) << (shift - 10)
     return tl.maximum(root + noise, lowest), shift
 
 
 @triton.jit
 def _encode_root(at, start, x, choice, most, FORM: tl.constexpr):
     root, shift = _dithered_root(at, start, x, choice, most, FORM)
-    near = (root >> shift) - _low(_end(most, shift), shift)
-    far = ((root - _knee(_end(most, COARSEST))) >> shift) + KNEE
-    return tl.where(most < INFINITY_BITS, tl.where(choice == 0, far, near), 255)
+    base, middle, _ = _window(_end(most, _shift(choice)), choice)
+    return tl.where(most < INFINITY_BITS, ((root - base) >> shift) + middle, 255)
 
 
 @triton.jit
 def _encode_first(at, start, x, bits, K: tl.constexpr, FORM: tl.constexpr):
     """Codes of what `_as_kept` returns."""
-    dither = ((_phase(at, start, K, FORM) >> 22).to(tl.float32) - 511.5) * (1 / 1024)
+    # Its upper 10 bits as 1 + n / 1024, which is (n - 511.5) / 1024 above the number that is subtracted.
+    dither = ((_phase(at, start, K, FORM) >> 9) & 0x7FE000 | 0x3F800000).to(tl.float32, bitcast=True) - 1.49951171875
     absmax = tl.where((bits > 0) & (bits < INFINITY_BITS), bits, 0x3F800000).to(tl.float32, bitcast=True)
     inverse = tl.minimum(tl.div_rn(_top(K, FORM) + tl.zeros(absmax.shape, tl.float32), absmax), LARGEST)
     z = tl.where(bits < INFINITY_BITS, x * inverse, 0.0)
@@ -584,7 +599,7 @@ def _step_kernel(table_ptr, owner_ptr, scalars_ptr, books_ptr, block, FORM: tl.c
         for K in tl.static_range(3):
             if (FORM.keeps >> K) & 1:
                 scale_ptr = _pointer(at, SCALE + K, tl.float32, False) + at.blocks
-                tl.store(scale_ptr, stored_absmax(bits[K]), mask=at.blocks * block < at.count)
+                tl.store(scale_ptr, stored_absmax(bits[K]), mask=at.left > 0)
 
 
 @triton.jit
