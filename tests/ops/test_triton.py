@@ -215,7 +215,15 @@ def test_dtypes_and_alignments_may_be_mixed_in_one_call(bits: int) -> None:
     args = arguments("adamw", bits=bits, params=mixed, grads=mixed[1:] + mixed[:1], sizes=sizes)
     assert_identical(stepped(fused_triton.step, args), stepped(step.step_reference, args))
     groups = list(fused_triton._groups(step.Arguments(*args)))
-    assert sorted(i for group in groups for i in group.members) == list(range(len(sizes)))
+    rows = torch.cat([group.table[:, fused_triton.ROW.value] for group in groups])
+    assert rows.sort().values.tolist() == list(range(len(sizes)))
+
+
+def test_a_captured_step_gets_its_addresses_as_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments("ademamix", bits=8)
+    expected = [group.table for group in fused_triton._groups(step.Arguments(*args))]
+    monkeypatch.setattr(fused_triton, "_is_captured", lambda device: True)
+    assert_identical([group.table for group in fused_triton._groups(step.Arguments(*args))], expected)
 
 
 @pytest.mark.parametrize("bits", [8, 32])
@@ -359,7 +367,9 @@ def test_the_fastest_product_is_measured_once_and_never_during_a_capture(monkeyp
     assert [int8_triton.choose(runs, (8, 8), measurable=True) for _ in range(2)] == ["cublas", "cublas"]
     assert timed == ["triton", "cublas", "split"]
     assert int8_triton.choose(runs, (8, 8), measurable=False) == "cublas"
-    assert int8_triton.choose({"triton": runs["triton"]}, (8, 8), measurable=True) == "triton"  # a shape that it refuses
+    assert (
+        int8_triton.choose({"triton": runs["triton"]}, (8, 8), measurable=True) == "triton"
+    )  # a shape that it refuses
 
 
 def test_cublas_is_offered_only_the_shapes_that_it_takes() -> None:

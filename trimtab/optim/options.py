@@ -37,8 +37,8 @@ class Options(TypedDict, total=False):
     loss_scale: float  # the loss was multiplied by this; implies skip_nonfinite
     percentile_clipping: int  # shorten gradients longer than this percentile of the last 100; 100 is off
     rounding: Rounding  # of bfloat16 and float16 parameters
-    # PyTorch's switches. foreach and fused choose an implementation there; here there is one, so every value is
-    # accepted. The others change what a step does: True is refused.
+    # PyTorch's switches. The first three choose an implementation there; here there is one, which can be captured in a
+    # CUDA graph, so every value is accepted. The others change what a step does: True is refused.
     foreach: bool | None
     fused: bool | None
     capturable: bool
@@ -60,9 +60,8 @@ DEFAULTS: dict[str, Any] = {
     "percentile_clipping": 100,
     "rounding": "nearest",
 }
-IMPLEMENTATIONS = ("foreach", "fused")
+IMPLEMENTATIONS = ("foreach", "fused", "capturable")
 REFUSED = {
-    "capturable": "a step cannot be captured in a CUDA graph; use torch.optim for that",
     "differentiable": "steps are not differentiable; use torch.optim for that",
     "amsgrad": "a running maximum of the second moment is not kept; use torch.optim for that",
 }

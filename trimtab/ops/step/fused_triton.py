@@ -90,7 +90,7 @@ def _sums(what: str, count: int, a: Arguments) -> Tensor:
     for group in _groups(a):
         sums = result.new_empty(count, group.owner.numel())
         group.run(_sums_kernel, a.scalars, books, sums, WHAT=what)
-        result[group.members] = group.add_up(sums).T
+        result.index_copy_(0, group.table[:, ROW.value], group.add_up(sums).T)
     return result
 
 
@@ -126,9 +126,8 @@ class Form:
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors with the same dtypes and alignment: their indices, their table, and the tensor of each program."""
+    """Tensors with the same dtypes and alignment: their table, and the tensor of each program."""
 
-    members: list[int]
     table: Tensor
     owner: Tensor
     block: int
@@ -164,7 +163,7 @@ def _groups(a: Arguments) -> Iterator[_Group]:
                 for k, x in enumerate(stored[i::count]):
                     line[column.value + _place(k, a.rule)] = x.data_ptr()
             lines.append(line)
-        table = torch.tensor(lines, dtype=torch.int64).to(a.params[0].device, non_blocking=True)
+        table = _upload(lines, a.params[0].device)
         # Expanded on the device: a large model has a million programs, so this map is not copied from the host.
         owner = torch.arange(len(members), device=table.device).repeat_interleave(
             table[:, PROGRAMS.value], output_size=sum(programs)
@@ -172,7 +171,23 @@ def _groups(a: Arguments) -> Iterator[_Group]:
         quantized = 0 if not a.absmax else 2 if a.code == "quadratic" else 1
         types = TYPES[p_dtype], TYPES[g_dtype]
         form = Form(*types, a.rule, keeps_of(a.rule), quantized, aligned, block > tile, rows, tile)
-        yield _Group(members, table, owner, block, form)
+        yield _Group(table, owner, block, form)
+
+
+def _upload(lines: list[list[int]], device: torch.device) -> Tensor:
+    """The table on the device, without waiting for it."""
+    if not _is_captured(device):
+        pinned = device.type == "cuda"  # a copy from other memory would wait
+        return torch.tensor(lines, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
+    # A graph repeats kernels with their arguments, but would copy host memory that has other contents by then.
+    table = torch.empty(len(lines), COLUMNS.value, dtype=torch.int64, device=device)
+    for i, line in enumerate(lines):
+        launch(_line_kernel, (1,), table[i], *line)
+    return table
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def keeps_of(rule: str) -> int:
@@ -191,6 +206,31 @@ def _books(a: Arguments) -> Tensor:
         return a.scalars
     books = ((pad(book, (0, BOOK.value - book.numel())), boundaries(book)) for book in (a.signed, a.unsigned))
     return torch.stack([row for pair in books for row in pair])
+
+
+_INTEGERS = ["p", "g", "state0", "state1", "state2", "scale0", "scale1", "scale2", "count", "first", "programs", "row"]
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _line_kernel(
+    line_ptr,
+    p: tl.int64,
+    g: tl.int64,
+    state0: tl.int64,
+    state1: tl.int64,
+    state2: tl.int64,
+    scale0: tl.int64,
+    scale1: tl.int64,
+    scale2: tl.int64,
+    count: tl.int64,
+    first: tl.int64,
+    programs: tl.int64,
+    row: tl.int64,
+):
+    """Write a line of the table."""
+    line = (p, g, state0, state1, state2, scale0, scale1, scale2, count, first, programs, row)
+    for k in tl.static_range(COLUMNS):
+        tl.store(line_ptr + k, line[k])
 
 
 # --- The rules: the equations of rules.py, operation by operation. `row_ptr` is the tensor's row of scalars.
