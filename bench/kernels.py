@@ -191,9 +191,7 @@ def _int8() -> Iterator[Case]:
     yield Case("int8 product G W, W alone kept", other, reads, 2, **product)
     for config in op.CONFIGS[1:]:
         tile = config.all_kwargs()
-        name = (
-            "int8 product, tile " + " x ".join(str(tile[k]) for k in ("M", "N", "K")) + f", {tile['num_warps']} warps"
-        )
+        name = "int8 product, tile " + " x ".join(str(tile[k]) for k in ("M", "N", "K")) + f", {tile['num_warps']} warps"
         run = partial(op.multiply, *operands, None, half, tile)
         sums = op.sums_per_thread(config)
         yield Case(name, run, reads, 2, **(product | {"per_thread": sums, "warps": min(8, tile["num_warps"] * 2)}))

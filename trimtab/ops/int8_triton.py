@@ -317,9 +317,7 @@ def _both_layouts_kernel(w_ptr, codes_ptr, codes_t_ptr, absmax_ptr, rows, column
 
 
 @triton.jit
-def _rescaled(
-    total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS: tl.constexpr
-):
+def _rescaled(total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS: tl.constexpr):
     row = tl.div_rn(tl.load(a_absmax_ptr + i * a_scale, mask=i < rows, other=0.0), 127.0)
     column = tl.div_rn(tl.load(b_absmax_ptr + j * b_scale, mask=j < columns, other=0.0), 127.0)
     y = total.to(tl.float32) * row[:, None] * column[None, :]
