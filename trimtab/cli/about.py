@@ -1,6 +1,9 @@
 """Commands about recipes and about this installation."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,15 +36,19 @@ def schedule(recipe: str, /, *, svg: Path | None = None, fields: tuple[str, ...]
     return 0
 
 
-def doctor(*, tune: bool = False, shapes: tuple[str, ...] = ()) -> int:
+def doctor(*, tune: bool = False, shapes: tuple[str, ...] = (), gpu: bool = False, interpret: bool = False) -> int:
     """Self-test: which kernels are available, and do they match the reference?
 
     Exits with 1 if something expected is broken.
 
     Args:
+        gpu: compare every op, optimizer and layer on the GPU with its definition
+        interpret: with --gpu, run the GPU kernels on the CPU, in Triton's interpreter; needs no GPU
         tune: also measure from how many tokens linear layers are faster in int8, and store it for later runs
         shapes: of the layers that --tune measures, as INxOUT (768x3072); by default those of GPTs of width 128 to 1024
     """
+    if gpu or interpret:
+        return _check_gpu(interpret)
     from rich.console import Console
     from rich.table import Table
 
@@ -65,6 +72,40 @@ def doctor(*, tune: bool = False, shapes: tuple[str, ...] = ()) -> int:
     if tune or shapes:
         console.print("", _tune(shapes))
     return 1 if report.broken else 0
+
+
+def _check_gpu(interpret: bool) -> int:
+    from rich.console import Console
+
+    from trimtab.ops import backends
+
+    if interpret and not backends.interpreted:  # the kernels are chosen when trimtab is imported
+        again = [sys.executable, "-m", "trimtab", "doctor", "--gpu", "--interpret"]
+        return subprocess.run(again, env=os.environ | {"TRIMTAB_INTERPRET": "1"}, check=False).returncode
+    if backends.triton_missing is not None:
+        raise ValueError(
+            f"the GPU kernels cannot run: {backends.triton_missing}; `trimtab doctor --gpu --interpret` runs them on "
+            "the CPU, in Triton's interpreter"
+        )
+    import torch
+
+    from trimtab.cli.gpu import examine_gpu
+
+    console, wrong, left = Console(), 0, []
+    device = torch.device("cpu" if interpret else "cuda")
+    where = "Triton's interpreter" if interpret else torch.cuda.get_device_name()
+    console.print(f"{where}, torch {torch.__version__}", highlight=False)
+    for result in examine_gpu(device):
+        if result.not_run is not None:
+            left.append(f"{result.name} ({result.not_run})")
+            continue
+        console.print(f"{'[red]wrong[/]' if result.wrong else '[green]ok[/]   '} {result.name}", highlight=False)
+        for line in result.wrong:
+            console.print(f"      {line}", highlight=False, markup=False)
+        wrong += len(result.wrong)
+    if left:
+        console.print(f"not run: {'; '.join(left)}", highlight=False, soft_wrap=True)
+    return 1 if wrong else 0
 
 
 def _tune(shapes: tuple[str, ...]) -> "Table":

@@ -2,10 +2,14 @@
 
 `native` is the compiled CPU module or None; `triton_missing` is the reason why the GPU kernels are not used, or None.
 Triton is imported only where there is a GPU, because importing it takes half a second.
+
+With TRIMTAB_INTERPRET=1 the GPU kernels run on CPU tensors, in Triton's interpreter, in place of the native ones: very
+slow, and the code that a GPU runs. `trimtab doctor --gpu --interpret` and tests use it.
 """
 
 import importlib
 import importlib.util
+import os
 import platform
 import shutil
 import warnings
@@ -35,24 +39,29 @@ def find_mismatch(module: ModuleType) -> str | None:
     return None
 
 
+interpreted = os.environ.get("TRIMTAB_INTERPRET") == "1"
+if interpreted:
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported
+triton_device: Literal["cpu", "cuda"] = "cpu" if interpreted else "cuda"  # of the tensors that the GPU kernels get
+
 native: ModuleType | None = None
 native_missing: str | None = None
 try:
-    native = importlib.import_module("trimtab.ops._native")
+    native = None if interpreted else importlib.import_module("trimtab.ops._native")
 except ImportError as error:
     native_missing = f"not built ({error})"
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         native_missing = "not built: no C++ compiler was found; install g++ and reinstall trimtab"
 else:
-    native_missing = find_mismatch(native)
-    if native_missing is not None:
+    native_missing = "TRIMTAB_INTERPRET=1" if native is None else find_mismatch(native)
+    if native is not None and native_missing is not None:
         native = None
         warnings.warn(f"the native CPU kernels are not used, the reference is. {native_missing}", stacklevel=2)
 
 triton_missing: str | None = None
 if importlib.util.find_spec("triton") is None:
     triton_missing = "triton is not installed; pip install 'trimtab[gpu]'"
-elif not torch.cuda.is_available():
+elif not torch.cuda.is_available() and not interpreted:
     triton_missing = "no CUDA device"
 
 # The codes of the dtypes in the native module.
@@ -92,6 +101,8 @@ def served() -> list[Served]:
             backend, reason = float_product()
         if kernels == ("reference",):
             reason = "simulated; there is only a PyTorch implementation"
+        if interpreted and "triton" in kernels:
+            backend, reason = "triton", "TRIMTAB_INTERPRET=1: the GPU kernels in Triton's interpreter"
         rows.append(Served(op, "cpu", backend, reason))
         if torch.cuda.is_available():
             on_gpu: Backend = "triton" if triton_missing is None and "triton" in kernels else "reference"

@@ -186,7 +186,7 @@ if backends.native is not None:
 if backends.triton_missing is None:
     from trimtab.ops import blockwise_triton
 
-    _quantize.register_kernel("cuda")(blockwise_triton.quantize)
-    _quantize_out.register_kernel("cuda")(blockwise_triton.quantize_out)
-    _dequantize.register_kernel("cuda")(blockwise_triton.dequantize)
-    _dequantize_out.register_kernel("cuda")(blockwise_triton.dequantize_out)
+    _quantize.register_kernel(backends.triton_device)(blockwise_triton.quantize)
+    _quantize_out.register_kernel(backends.triton_device)(blockwise_triton.quantize_out)
+    _dequantize.register_kernel(backends.triton_device)(blockwise_triton.dequantize)
+    _dequantize_out.register_kernel(backends.triton_device)(blockwise_triton.dequantize_out)

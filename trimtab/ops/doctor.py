@@ -38,7 +38,7 @@ class Report:
 def examine() -> Report:
     """Collect the facts, and compare every op with its reference once."""
     report = Report(machine=_machine(), served=backends.served())
-    if backends.native_missing is not None:
+    if backends.native_missing is not None and not backends.interpreted:
         has_compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
         where = report.broken if has_compiler else report.missing
         where.append(f"native CPU kernels: {backends.native_missing}")

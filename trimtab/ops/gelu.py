@@ -157,4 +157,4 @@ if backends.native is not None:
 if backends.triton_missing is None:
     from trimtab.ops import gelu_triton
 
-    _register("CUDA", gelu_triton.run)
+    _register(backends.triton_device.upper(), gelu_triton.run)

@@ -241,6 +241,6 @@ _matmul.register_kernel("cpu")(matmul_cpu)
 if backends.triton_missing is None:
     from trimtab.ops import int8_triton
 
-    _quantize.register_kernel("cuda")(int8_triton.quantize)
-    _quantize_both.register_kernel("cuda")(int8_triton.quantize_both_layouts)
-    _matmul.register_kernel("cuda")(int8_triton.matmul)
+    _quantize.register_kernel(backends.triton_device)(int8_triton.quantize)
+    _quantize_both.register_kernel(backends.triton_device)(int8_triton.quantize_both_layouts)
+    _matmul.register_kernel(backends.triton_device)(int8_triton.matmul)

@@ -375,7 +375,7 @@ if backends.native is not None:
 if backends.triton_missing is None:
     from trimtab.ops.step import fused_triton
 
-    _step.register_kernel("cuda")(fused_triton.step)
-    norms_unchecked.register_kernel("cuda")(fused_triton.norms)
-    ratios_unchecked.register_kernel("cuda")(fused_triton.ratios)
-    gradient_norms_unchecked.register_kernel("cuda")(fused_triton.gradient_norms)
+    _step.register_kernel(backends.triton_device)(fused_triton.step)
+    norms_unchecked.register_kernel(backends.triton_device)(fused_triton.norms)
+    ratios_unchecked.register_kernel(backends.triton_device)(fused_triton.ratios)
+    gradient_norms_unchecked.register_kernel(backends.triton_device)(fused_triton.gradient_norms)
