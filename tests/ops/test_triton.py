@@ -1,17 +1,6 @@
-"""The Triton kernels against the references: in Triton's interpreter on the CPU, and compiled for two kinds of GPU.
-
-The interpreter must be chosen before Triton is imported, and then nothing can be compiled in the same process. So
-this file is also a script: `python tests/ops/test_triton.py` compiles every kernel, and a test runs it that way.
-"""
-
-import os
-
-if __name__ != "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""The Triton kernels against the references, in Triton's interpreter on the CPU. test_kernels.py compiles them."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
+from tests.ops.rows import row
 from trimtab.ops import (
     blockwise,
     blockwise_triton,
@@ -169,8 +158,6 @@ def arguments(
             stored.append([(m,) for m in moments])
     states = [tensor[k][0] for k in range(len(signed)) for tensor in stored]
     absmax = [tensor[k][1] for k in range(len(signed)) for tensor in stored if bits == 8]
-    from tests.ops.rows import row  # not at the top: this file is also a script
-
     kind, options = RULES[rule]
     scalars = row(kind, torch.arange(len(sizes)) + 1, **options)
     return p, g, states, absmax, scalars, SIGNED, UNSIGNED, rule, code, block
@@ -359,7 +346,9 @@ def test_the_fastest_product_is_measured_once_and_never_during_a_capture(monkeyp
     assert [int8_triton.choose(runs, (8, 8), measurable=True) for _ in range(2)] == ["cublas", "cublas"]
     assert timed == ["triton", "cublas", "split"]
     assert int8_triton.choose(runs, (8, 8), measurable=False) == "cublas"
-    assert int8_triton.choose({"triton": runs["triton"]}, (8, 8), measurable=True) == "triton"  # a shape that it refuses
+    assert (
+        int8_triton.choose({"triton": runs["triton"]}, (8, 8), measurable=True) == "triton"
+    )  # a shape that it refuses
 
 
 def test_cublas_is_offered_only_the_shapes_that_it_takes() -> None:
@@ -399,74 +388,3 @@ def test_gelu_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     expected = gelu.gelu_reference(x.double())
     wrong = gelu_triton.run(x, None).double() - expected
     assert (wrong.abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
-
-
-# --- Compiling, without a GPU
-
-
-def test_every_kernel_compiles_for_sm_80_and_sm_90(tmp_path: Any) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["compiled", str(2 * len(list(variants())))]
-
-
-def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Every kernel with every choice that changes its arithmetic. Small tiles, which compile fastest."""
-    tile = {"ROWS": 1, "TILE": 128}
-    product = {"M": 64, "N": 32, "K": 64, "GROUP": 8}
-    # Triton makes a constant of every size that is 1, which the kernel must survive.
-    ones = dict.fromkeys(("count", "block", "entries", "tiles", "rows", "columns", "inner", "a_scale", "b_scale"), 1)
-    for dtype, sizes in (("fp32", ones), ("bf16", {})):
-        yield blockwise_triton._quantize_kernel, {"x_ptr": f"*{dtype}", "MANY": dtype == "bf16", **tile, **sizes}
-        yield blockwise_triton._dequantize_kernel, {"out_ptr": f"*{dtype}", **tile, **sizes}
-        yield int8_triton._matmul_kernel, {"out_ptr": f"*{dtype}", "HAS_BIAS": dtype == "bf16", **product, **sizes}
-        yield (
-            gelu_triton._gelu_kernel,
-            {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": True, "TILE": 128, **sizes},
-        )
-        yield gelu_triton._gelu_kernel, {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": False, "TILE": 128}
-    for passes in ((True, True), (True, False), (False, True)):
-        chosen = {"MEASURE": passes[0], "ROUND": passes[1], "LANES": 16, "TILE": 64}
-        yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
-    gradients = fused_triton.Form(tl.float32, tl.bfloat16, "", 0, 0, aligned=True, many=False, rows=1, tile=128)
-    yield fused_triton._sums_kernel, {"WHAT": "gradients", "FORM": gradients}
-    for rule in RULES:
-        for quantized in (0, 1, 2):
-            stored = (rule, fused_triton.keeps_of(rule), quantized)
-            # Blocks longer than a tile take longest to compile, and take the same path in every rule.
-            sizes = {"aligned": quantized > 0, "many": rule == "adamw", "rows": 1, "tile": 128}
-            form = fused_triton.Form(tl.bfloat16, tl.float32, *stored, **sizes)
-            yield fused_triton._step_kernel, {"FORM": form}
-            yield fused_triton._sums_kernel, {"WHAT": "ratios" if rule == "rms" else "norms", "FORM": form}
-
-
-def compile_all(arch: int) -> int:
-    """Compile to machine code, and look for instructions that round differently from the reference."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {"table_ptr": "*i64", "owner_ptr": "*i64", "a_ptr": "*i8", "b_ptr": "*i8", "bias_ptr": "*bf16"}
-    count = 0
-    for kernel, chosen in variants():
-        codes = "*i8" if kernel is int8_triton._quantize_kernel else "*u8"
-        signature, constants = {}, {}
-        for name in kernel.arg_names:
-            fallback = codes if name == "codes_ptr" else "*fp32" if name.endswith("_ptr") else "i32"
-            given = chosen.get(name, types.get(name, fallback))
-            is_type = name.endswith("_ptr") or name not in chosen
-            signature[name] = given if is_type else "constexpr"
-            if not is_type:
-                constants[name] = given
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = {"enable_fp_fusion": False}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        assert compiled.asm["cubin"]
-        for wrong in ("fma.rn.f32", ".ftz", ".approx", "div.full"):
-            assert wrong not in compiled.asm["ptx"], f"{kernel.__name__} {chosen} holds {wrong}"
-        count += 1
-    return count
-
-
-if __name__ == "__main__":
-    print("compiled", compile_all(80) + compile_all(90))
