@@ -3,8 +3,8 @@
     python -m bench.kernels                     all kernels for all targets, as JSON
     python -m bench.kernels --targets sm_90     one target
 
-A case calls the function that launches the kernel, with tensors on the device "meta": they have shapes and no memory. The
-launch is recorded instead of executed, and compiled with the types, alignments and constants that Triton's launcher
+A case calls the function that launches the kernel, with tensors on the device "meta": they have shapes and no memory.
+The launch is recorded instead of executed, and compiled with the types, alignments and constants that Triton's launcher
 derives from its arguments. So the tiles, the number of warps and the hints are those of a real call.
 
     case --launch--> kernel, arguments --compile--> cubin --disassemble--> registers, spills, widths, tensor cores

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
 from tests.ops.rows import row
 from trimtab.ops import (
@@ -362,6 +364,20 @@ def test_cublas_is_offered_only_the_shapes_that_it_takes() -> None:
         assert names(*refused) == ["triton"]
 
 
+def test_tiles_that_do_not_fit_or_would_spill_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {"A100": (8, 166912), "RTX 4090": (8, 101376), "H100": (9, 232448)}
+    arguments = {"a_ptr": torch.empty(0), "bucket": 4096, "columns": 4096}
+    found = {}
+    for name, (major, memory) in gpus.items():
+        device = SimpleNamespace(major=major, shared_memory_per_block_optin=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
+        found[name] = int8_triton.fits(int8_triton.CONFIGS, arguments)
+        assert int8_triton.fits(int8_triton.CONFIGS, arguments | {"bucket": 1})[0].kwargs["M"] == 32
+    assert found["H100"] == int8_triton.CONFIGS
+    assert set(found["RTX 4090"]) <= set(found["A100"])
+    assert all(int8_triton.sums_per_thread(config) <= 64 for config in found["A100"])
+
+
 # --- gelu
 
 
@@ -388,3 +404,78 @@ def test_gelu_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     expected = gelu.gelu_reference(x.double())
     wrong = gelu_triton.run(x, None).double() - expected
     assert (wrong.abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
+
+
+# --- More than 2^31 values. Memory that is not written takes no space, and only the last program runs.
+
+MANY = 2**31 + 2048
+
+
+@pytest.fixture
+def last_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        sizes = grid(constants) if callable(grid) else grid
+        last = tuple(n - 1 for n in (*sizes, 1, 1)[:3])
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda *_: None)
+        monkeypatch.setattr(interpreter_builder, "grid_idx", last, raising=False)
+        kernel[(1,)](*arguments, **constants)
+
+    for module in (blockwise_triton, fused_triton, gelu_triton, int8_triton):
+        monkeypatch.setattr(module, "launch", launch)
+
+
+def sparse(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose last 2048 values are random, and the others are not touched."""
+    x = torch.empty(shape, dtype=dtype)
+    x.view(-1)[-2048:] = random(2048).to(dtype) if dtype.is_floating_point else torch.randint(0, 100, (2048,))
+    return x
+
+
+@pytest.mark.usefixtures("last_program")
+def test_blocks_beyond_2_31_values_match_the_reference() -> None:
+    x = sparse(MANY, dtype=torch.bfloat16)
+    end, one_block = x[-2048:].clone(), MANY
+    codes, absmax = blockwise_triton.quantize(x, SIGNED, 256)
+    assert_identical((codes[-2048:], absmax[-8:]), blockwise.quantize_reference(end, SIGNED, 256))
+    out = blockwise_triton.dequantize(codes, absmax, SIGNED, 256, torch.bfloat16)
+    expected = blockwise.dequantize_reference(codes[-2048:], absmax[-8:], SIGNED, 256, torch.bfloat16)
+    assert_identical(out[-2048:], expected)
+    out = blockwise_triton.dequantize(codes, torch.ones(1), SIGNED, one_block, torch.bfloat16)
+    assert_identical(out[-2048:], SIGNED[codes[-2048:].int()].bfloat16())
+    assert_identical(gelu_triton.run(x, None)[-1024:], gelu_triton.run(end, None)[-1024:])  # its tile
+
+
+@pytest.mark.usefixtures("last_program")
+def test_matrices_beyond_2_31_values_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = sparse(MANY // 2048, 2048, dtype=torch.bfloat16)
+    codes, absmax = int8_triton.quantize(x, 1)
+    assert_identical((codes[-1:], absmax[-1:]), int8.quantize_reference(x[-1:], 1))
+    _, run = int8_triton._measure(x.view(1, -1), 1, codes)
+    run(absmax[-1:], MEASURE=False)
+    assert_identical(codes[-1:], int8.quantize_reference(x[-1:], 1)[0])
+    monkeypatch.setattr(int8_triton, "_measure", lambda *_: (absmax[-1:], None))
+    codes, codes_t, _ = int8_triton.quantize_both_layouts(x)
+    assert_identical(codes[-1, -64:], int8.quantize_reference(x[-1:], 1)[0][0, -64:])
+    assert_identical(codes_t[-64:, -1], codes[-1, -64:])
+    total, scale = sparse(MANY // 2048, 2048, dtype=torch.int32), torch.ones(MANY // 2048)
+    expected = int8.rescale_reference(total[-1:], scale[-1:], scale[:2048], None, torch.bfloat16)
+    assert_identical(
+        int8_triton.rescale(total, scale, scale[:2048], None, torch.bfloat16)[-1, -256:], expected[0, -256:]
+    )
+    b = torch.randint(-127, 128, (16, 2048), dtype=torch.int8).t()
+    one = torch.ones(())
+    expected = int8.matmul_reference(codes[-1:], b, one, one, None, torch.float32)
+    assert_identical(int8_triton.multiply(codes, b, one, one, None, torch.float32)[-1:], expected)
+
+
+@pytest.mark.usefixtures("last_program")
+def test_a_step_beyond_2_31_values_matches_the_reference() -> None:
+    args = arguments("momentum", bits=8, code="quadratic", sizes=[2048])
+    (p,), (g,), (codes,), (absmax,), *rest = args
+    large = [sparse(MANY, dtype=x.dtype) for x in (p, g, codes)]
+    for x, end in zip(large, (p, g, codes), strict=True):
+        x[-2048:] = end
+    scales = torch.cat([torch.ones(MANY // 256 - 8), absmax])
+    fused_triton.step([large[0]], [large[1]], [large[2]], [scales], *rest)
+    step.step_reference(*args)
+    assert_identical((large[0][-2048:], large[2][-2048:], scales[-8:]), (p, codes, absmax))

@@ -38,9 +38,9 @@ PROGRAMS = 1024  # enough programs to fill a large GPU; with fewer lanes than th
 SQUARE = 64  # the tile that is stored in both layouts, 32 values per thread of 4 warps
 RESCALE = {"M": 8, "N": 256}  # 16 values per thread
 
-# Tiles of the product. The int32 sums take M * N / (32 * num_warps) registers per thread. With 64, one program of 8 warps
-# or two of 4 are on a multiprocessor, and the stages of (M + N) * K bytes hide the latency instead of more warps. With
-# 128 no registers are left for operands, so these tiles are for sm_90 and later, which read them from shared memory.
+# Tiles of the product. The int32 sums take M * N / (32 * num_warps) registers per thread. With 64, one program of 8
+# warps or two of 4 are on a multiprocessor, and the stages of (M + N) * K bytes hide the latency instead of more warps.
+# With 128, no registers are left for operands: these tiles are for sm_90 and later, which read them from shared memory.
 GROUP = 8  # rows of tiles that share columns in the cache
 FIXED: dict[str, int] = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # where nothing is measured
 CONFIGS = [
@@ -119,7 +119,8 @@ def matmul(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tenso
     runs = {name: partial(products[name], *operands) for name in candidates(a, b)}
     layout = (a.is_contiguous(), b.t().is_contiguous(), a_absmax.dim(), b_absmax.dim(), bias is None, dtype)
     key = (a.device, triton.next_power_of_2(a.shape[0]), *b.shape, *layout)
-    return runs[choose(runs, key, measurable=can_measure(a))]()
+    with torch.cuda.device_of(a):
+        return runs[choose(runs, key, measurable=can_measure(a))]()
 
 
 def candidates(a: Tensor, b: Tensor) -> list[str]:
@@ -289,7 +290,7 @@ def _parts_kernel(
     if not MEASURE:
         absmax = magnitude_bits(tl.load(absmax_ptr + lane, mask=lane < lanes, other=0.0), lane < lanes)
     for start in range(first, end, TILE):
-        columns = start + tl.arange(0, TILE)
+        columns = start + tl.arange(0, TILE).to(tl.int64)
         mask = (lane < lanes)[:, None] & (columns < end)[None, :]
         offsets = lane[:, None] * lane_stride + columns[None, :] * stride
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
