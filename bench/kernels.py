@@ -208,6 +208,8 @@ def _gelu() -> Iterator[Case]:
     x = empty(VALUES, dtype=torch.bfloat16)
     yield Case("gelu, bfloat16", partial(op.run, x, None), 2, 2, per_thread=8, warps=32, quick=True)
     yield Case("gelu backward, bfloat16", partial(op.run, x, x), 4, 2, per_thread=8, warps=32)
+    exact = empty(VALUES)
+    yield Case("gelu, float32", partial(op.run, exact, None), 4, 4, per_thread=8, warps=32)
 
 
 def _odd() -> Iterator[Case]:
