@@ -3,9 +3,9 @@
     python -m bench.kernels                     all kernels for all targets, as JSON
     python -m bench.kernels --targets sm_90     one target
 
-A case calls the function that launches the kernel, with tensors on the device "meta": they have shapes and addresses and
-no memory. The launch is recorded instead of executed, and compiled with the types, alignments and constants that Triton's
-launcher derives from its arguments. So the tiles, the number of warps and the hints are those of a real call.
+A case calls the function that launches the kernel, with tensors on the device "meta": they have shapes and no memory.
+The launch is recorded instead of executed, and compiled with the types, alignments and constants that Triton's launcher
+derives from its arguments. So the tiles, the number of warps and the hints are those of a real call.
 
     case --launch--> kernel, arguments --compile--> cubin --disassemble--> registers, spills, widths, tensor cores
 
@@ -64,7 +64,8 @@ class Case:
     operations: float = 0  # int8 multiply-adds per value of the result, times 2
     warps: int = 16  # per multiprocessor, at least: the occupancy that the tile was chosen for
     launch: int = 0  # which of the launches of `run`
-    quick: bool = False  # compiled by `make test` for all targets; the others for sm_90
+    quick: bool = False  # compiled by `make test`
+    targets: tuple[str, ...] = tuple(TARGETS)  # where it is used
     listed: bool = True  # in the table of docs/gpu.md
 
 
@@ -80,6 +81,7 @@ class Facts:
     tensor_cores: str = ""  # the instruction
     wide_loads: int = 0  # of 128 bits, per thread
     wide_stores: int = 0
+    narrow_loads: int = 0  # from the GPU's memory: addresses, coefficients, scales
     shared_loads: int = 0
     instructions: int = 0  # per thread, without rare paths
     doubles: int = 0  # of them in float64
@@ -94,13 +96,8 @@ def main(targets: tuple[str, ...] = tuple(TARGETS), only: str = "", quick: bool 
         only: part of a case's name
         quick: the selection of `make test`
     """
-    chosen = [case for case in cases() if only in case.name]
-    found = examine(chosen, targets, wanted=in_quick_set if quick else lambda case, target: True)
+    found = examine([case for case in cases() if only in case.name and (case.quick or not quick)], targets)
     print(json.dumps({name: {target: asdict(facts) for target, facts in row.items()} for name, row in found.items()}))
-
-
-def in_quick_set(case: Case, target: str) -> bool:
-    return case.quick or target == "sm_90"
 
 
 # --- The cases
@@ -124,9 +121,11 @@ def _blockwise() -> Iterator[Case]:
             quantize = partial(op.quantize, x, book, block)
             twice = 2 if block > op.TILE else 1
             reads, label = twice * size, f"quantize_blockwise, {name}, blocks of {block}"
-            yield Case(label, quantize, reads, 1 + 4 / block, warps=24, quick=block == 256 and size == 2)
+            yield Case(
+                label, quantize, reads, 1 + 4 / block, warps=20 if twice == 2 else 24, quick=block == 256 and size == 2
+            )
         dequantize = partial(op.dequantize, codes, empty(VALUES // 256), book, 256, dtype)
-        yield Case(f"dequantize_blockwise, {name}", dequantize, 1 + 4 / 256, size, warps=32)
+        yield Case(f"dequantize_blockwise, {name}", dequantize, 1 + 4 / 256, size, warps=32, quick=size == 2)
 
 
 def _steps() -> Iterator[Case]:
@@ -140,12 +139,13 @@ def _steps() -> Iterator[Case]:
                 state = states * (4 if code == "float32" else 1 + 4 / 256)
                 name = f"step {rule}, {code}, {str(dtype).removeprefix('torch.')}"
                 run = partial(op.step, *step_arguments(rule, code, dtype))
-                quick = rule == "adamw" and dtype == half
-                yield Case(name, run, 2 * size + state, size + state, warps=12, quick=quick)
+                quick, warps = rule == "adamw" and dtype == half, 8 if states == 3 else 12
+                yield Case(name, run, 2 * size + state, size + state, warps=warps, quick=quick)
     for what in ("norms", "ratios"):
         arguments = step_arguments("adamw" if what == "norms" else "rms", "quadratic", half)
         states = 2 if what == "norms" else 1
-        yield Case(f"step {what}, quadratic, bfloat16", partial(getattr(op, what), *arguments), 4 + states, 0)
+        run = partial(getattr(op, what), *arguments)
+        yield Case(f"step {what}, quadratic, bfloat16", run, 4 + states, 0, quick=what == "norms")
     grads = [empty(VALUES, dtype=half)]
     yield Case("gradient norms, bfloat16", partial(op.gradient_norms, grads), 2, 0, warps=24)
 
@@ -168,15 +168,17 @@ def _int8() -> Iterator[Case]:
     yield Case("quantize rows of X or G, bfloat16", partial(op.quantize, x, 1), 2, 1, values, warps=32, quick=True)
     long = empty(TOKENS // 4, 4 * WIDTH, dtype=half)
     yield Case("quantize rows of 16384, bfloat16", partial(op.quantize, long, 1), 2, 1, values, 32, warps=16)
-    for k, (what, writes, warps) in enumerate((("absmax of columns", 0, 20), ("quantize columns", 1, 16))):
-        yield Case(f"{what}, bfloat16", partial(op.quantize, x, 0), 2, writes, values, 32, warps=warps, launch=k)
+    for k, (what, writes, warps) in enumerate((("absmax of columns", 0, 32), ("quantize columns", 1, 20))):
+        yield Case(f"{what}, bfloat16", partial(op.quantize, x, 0), 2, writes, values, warps=warps, launch=k)
     for k, (what, writes, per_thread) in enumerate((("absmax of W", 0, 16), ("quantize W in both layouts", 2, 32))):
         run = partial(op.quantize_both_layouts, w)
-        yield Case(f"{what}, bfloat16", run, 2, writes, WIDTH**2, per_thread, warps=28, launch=k, quick=k == 1)
+        yield Case(f"{what}, bfloat16", run, 2, writes, WIDTH**2, per_thread, warps=32, launch=k, quick=k == 1)
     whole = empty(1, values, dtype=half)
-    yield Case("quantize a tensor, bfloat16", partial(op.quantize, whole, 1), 2, 1, values, warps=32, launch=1)
+    yield Case(
+        "quantize a tensor, bfloat16", partial(op.quantize, whole, 1), 2, 1, values, warps=32, launch=1, quick=True
+    )
     total = empty(TOKENS, WIDTH, dtype=torch.int32)
-    yield Case("rescale", partial(op.rescale, total, row_scale, scale, None, half), 4, 2, values, warps=32)
+    yield Case("rescale", partial(op.rescale, total, row_scale, scale, None, half), 4, 2, values, warps=32, quick=True)
 
     a, b = empty(TOKENS, WIDTH, dtype=torch.int8), empty(WIDTH, WIDTH, dtype=torch.int8)
     # Each operand once: the tiles of a wave share theirs in the cache.
@@ -186,15 +188,18 @@ def _int8() -> Iterator[Case]:
     yield Case("int8 product X W^T", partial(op.multiply, *operands, bias, half), reads, 2, quick=True, **product)
     yield Case("int8 product G W, W^T kept", partial(op.multiply, *operands, None, half), reads, 2, **product)
     split = partial(op.multiply_split, *operands, None, half, 4)
-    yield Case("int8 product, inner dimension in 4 parts", split, reads, 4, **product)
+    yield Case("int8 product, inner dimension in 4 parts", split, reads, 4, quick=True, **product)
     other = partial(op.multiply, a, b, row_scale, scale, None, half)
-    yield Case("int8 product G W, W alone kept", other, reads, 2, **product)
+    yield Case("int8 product G W, W alone kept", other, reads, 2, quick=True, **product)
     for config in op.CONFIGS[1:]:
         tile = config.all_kwargs()
-        name = "int8 product, tile " + " x ".join(str(tile[k]) for k in ("M", "N", "K")) + f", {tile['num_warps']} warps"
+        name = (
+            "int8 product, tile " + " x ".join(str(tile[k]) for k in ("M", "N", "K")) + f", {tile['num_warps']} warps"
+        )
         run = partial(op.multiply, *operands, None, half, tile)
         sums = op.sums_per_thread(config)
-        yield Case(name, run, reads, 2, **(product | {"per_thread": sums, "warps": min(8, tile["num_warps"] * 2)}))
+        used = tuple(target for target in TARGETS if sums <= 64 or target != "sm_80")
+        yield Case(name, run, reads, 2, **(product | {"per_thread": sums, "targets": used}))
 
 
 def _gelu() -> Iterator[Case]:
@@ -203,6 +208,8 @@ def _gelu() -> Iterator[Case]:
     x = empty(VALUES, dtype=torch.bfloat16)
     yield Case("gelu, bfloat16", partial(op.run, x, None), 2, 2, per_thread=8, warps=32, quick=True)
     yield Case("gelu backward, bfloat16", partial(op.run, x, x), 4, 2, per_thread=8, warps=32)
+    exact = empty(VALUES)
+    yield Case("gelu, float32", partial(op.run, exact, None), 4, 4, per_thread=8, warps=32)
 
 
 def _odd() -> Iterator[Case]:
@@ -223,14 +230,16 @@ def _odd() -> Iterator[Case]:
         "quantize_both_layouts, one value": lambda: int8_triton.quantize_both_layouts(empty(1, 1)),
         "int8_matmul, one value": lambda: int8_triton.multiply(*one),
         "gelu, 2^31 values": lambda: gelu_triton.run(empty(count), None),
-        "step, long blocks": lambda: fused_triton.step(*step_arguments("adamw", "codebook", torch.float16, 9000, 4096)),
+        "step, long blocks": lambda: fused_triton.step(
+            *step_arguments("adamw", "codebook", torch.float16, 2**20, 4096)
+        ),
         "step, long quadratic blocks": lambda: fused_triton.step(
-            *step_arguments("ademamix", "quadratic", torch.float32, 9001, 4096)
+            *step_arguments("ademamix", "quadratic", torch.float32, 2**20, 4096)
         ),
         "step, blocks of 33": lambda: fused_triton.step(*step_arguments("lion", "codebook", torch.float32, 9001, 33)),
     }
     for name, run in runs.items():
-        yield Case(name, run, 0, 0, per_thread=1, warps=0, listed=False)
+        yield Case(name, run, 0, 0, per_thread=1, warps=0, quick=True, targets=("sm_90",), listed=False)
 
 
 # --- Compiling
@@ -298,6 +307,7 @@ def read(compiled: Any) -> Facts:
         tensor_cores=matrix,
         wide_loads=total(r"(LDG|LDGSTS)\..*\b128(\..*)?"),
         wide_stores=total(r"STG\..*\b128(\..*)?"),
+        narrow_loads=total(r"LDG\.(?!.*\b128\b).*"),
         shared_loads=total(r"LDS.*"),
         instructions=len(found) - SLOW_PATH * total(r"CALL.*") - total("NOP"),
         doubles=total(r"(DADD|DMUL|DFMA|DSETP|F2F\.F64|F2F\.F32\.F64|FRND\.F64).*"),
@@ -315,19 +325,16 @@ def _run(tool: str, *arguments: str) -> str:
 # --- All cases, from the cache where nothing has changed
 
 
-def examine(
-    chosen: Sequence[Case], targets: Sequence[str], wanted: Callable[[Case, str], bool] = lambda case, target: True
-) -> dict[str, dict[str, Facts]]:
+def examine(chosen: Sequence[Case], targets: Sequence[str]) -> dict[str, dict[str, Facts]]:
     """The facts by case and target."""
     known, found = _load(), dict[str, dict[str, Facts]]()
     before = len(known)
     for case in chosen:
-        for target in targets:
-            if wanted(case, target):
-                key = f"{case.name} {target}"
-                if key not in known:
-                    known[key] = asdict(read(compile_case(case, target)))
-                found.setdefault(case.name, {})[target] = Facts(**known[key])
+        for target in (target for target in targets if target in case.targets):
+            key = f"{case.name} {target}"
+            if key not in known:
+                known[key] = asdict(read(compile_case(case, target)))
+            found.setdefault(case.name, {})[target] = Facts(**known[key])
     if len(known) > before:
         _save(known)
     return found
@@ -336,7 +343,8 @@ def examine(
 def hash_sources() -> str:
     """Of the kernels, of this file, and of the compiler."""
     here = Path(__file__)
-    files = sorted((here.parents[1] / "trimtab" / "ops").rglob("*_triton.py"))
+    ops = here.parents[1] / "trimtab" / "ops"
+    files = [*sorted(ops.rglob("*_triton.py")), ops / "step" / "quadratic.py", ops / "step" / "rules.py"]
     text = "".join(path.read_text(encoding="utf-8") for path in (*files, here)) + metadata.version("triton")
     return hashlib.sha256(text.encode()).hexdigest()
 

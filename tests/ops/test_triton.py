@@ -1,27 +1,18 @@
-"""The Triton kernels against the references: in Triton's interpreter on the CPU, and compiled for two kinds of GPU.
-
-The interpreter must be chosen before Triton is imported, and then nothing can be compiled in the same process. So
-this file is also a script: `python tests/ops/test_triton.py` compiles every kernel, and a test runs it that way.
-"""
-
-import os
-
-if __name__ != "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+"""The Triton kernels against the references, in Triton's interpreter on the CPU. test_kernels.py compiles them."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
 
+from tests.ops.rows import row
 from trimtab.ops import (
     blockwise,
     blockwise_triton,
@@ -169,8 +160,6 @@ def arguments(
             stored.append([(m,) for m in moments])
     states = [tensor[k][0] for k in range(len(signed)) for tensor in stored]
     absmax = [tensor[k][1] for k in range(len(signed)) for tensor in stored if bits == 8]
-    from tests.ops.rows import row  # not at the top: this file is also a script
-
     kind, options = RULES[rule]
     scalars = row(kind, torch.arange(len(sizes)) + 1, **options)
     return p, g, states, absmax, scalars, SIGNED, UNSIGNED, rule, code, block
@@ -383,6 +372,20 @@ def test_cublas_is_offered_only_the_shapes_that_it_takes() -> None:
         assert names(*refused) == ["triton"]
 
 
+def test_tiles_that_do_not_fit_or_would_spill_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {"A100": (8, 166912), "RTX 4090": (8, 101376), "H100": (9, 232448)}
+    arguments = {"a_ptr": torch.empty(0), "bucket": 4096, "columns": 4096}
+    found = {}
+    for name, (major, memory) in gpus.items():
+        device = SimpleNamespace(major=major, shared_memory_per_block_optin=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, device=device: device)
+        found[name] = int8_triton.fits(int8_triton.CONFIGS, arguments)
+        assert int8_triton.fits(int8_triton.CONFIGS, arguments | {"bucket": 1})[0].kwargs["M"] == 32
+    assert found["H100"] == int8_triton.CONFIGS
+    assert set(found["RTX 4090"]) <= set(found["A100"])
+    assert all(int8_triton.sums_per_thread(config) <= 64 for config in found["A100"])
+
+
 # --- gelu
 
 
@@ -411,72 +414,76 @@ def test_gelu_of_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert (wrong.abs() <= 0.51 * torch.finfo(dtype).eps * expected.abs() + 1e-7).all()
 
 
-# --- Compiling, without a GPU
+# --- More than 2^31 values. Memory that is not written takes no space, and only the last program runs.
+
+MANY = 2**31 + 2048
 
 
-def test_every_kernel_compiles_for_sm_80_and_sm_90(tmp_path: Any) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == ["compiled", str(2 * len(list(variants())))]
+@pytest.fixture
+def last_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        sizes = grid(constants) if callable(grid) else grid
+        last = tuple(n - 1 for n in (*sizes, 1, 1)[:3])
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda *_: None)
+        monkeypatch.setattr(interpreter_builder, "grid_idx", last, raising=False)
+        kernel[(1,)](*arguments, **constants)
+
+    for module in (blockwise_triton, fused_triton, gelu_triton, int8_triton):
+        monkeypatch.setattr(module, "launch", launch)
 
 
-def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Every kernel with every choice that changes its arithmetic. Small tiles, which compile fastest."""
-    tile = {"ROWS": 1, "TILE": 128}
-    product = {"M": 64, "N": 32, "K": 64, "GROUP": 8}
-    # Triton makes a constant of every size that is 1, which the kernel must survive.
-    ones = dict.fromkeys(("count", "block", "entries", "tiles", "rows", "columns", "inner", "a_scale", "b_scale"), 1)
-    for dtype, sizes in (("fp32", ones), ("bf16", {})):
-        yield blockwise_triton._quantize_kernel, {"x_ptr": f"*{dtype}", "MANY": dtype == "bf16", **tile, **sizes}
-        yield blockwise_triton._dequantize_kernel, {"out_ptr": f"*{dtype}", **tile, **sizes}
-        yield int8_triton._matmul_kernel, {"out_ptr": f"*{dtype}", "HAS_BIAS": dtype == "bf16", **product, **sizes}
-        yield (
-            gelu_triton._gelu_kernel,
-            {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": True, "TILE": 128, **sizes},
-        )
-        yield gelu_triton._gelu_kernel, {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "BACKWARD": False, "TILE": 128}
-    for passes in ((True, True), (True, False), (False, True)):
-        chosen = {"MEASURE": passes[0], "ROUND": passes[1], "LANES": 16, "TILE": 64}
-        yield int8_triton._quantize_kernel, {"x_ptr": "*bf16", **chosen}
-    gradients = fused_triton.Form(tl.float32, tl.bfloat16, "", 0, 0, aligned=True, many=False, rows=1, tile=128)
-    yield fused_triton._sums_kernel, {"WHAT": "gradients", "FORM": gradients}
-    for rule in RULES:
-        for quantized in (0, 1, 2):
-            stored = (rule, fused_triton.keeps_of(rule), quantized)
-            # Blocks longer than a tile take longest to compile, and take the same path in every rule.
-            sizes = {"aligned": quantized > 0, "many": rule == "adamw", "rows": 1, "tile": 128}
-            form = fused_triton.Form(tl.bfloat16, tl.float32, *stored, **sizes)
-            yield fused_triton._step_kernel, {"FORM": form}
-            yield fused_triton._sums_kernel, {"WHAT": "ratios" if rule == "rms" else "norms", "FORM": form}
+def sparse(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor whose last 2048 values are random, and the others are not touched."""
+    x = torch.empty(shape, dtype=dtype)
+    x.view(-1)[-2048:] = random(2048).to(dtype) if dtype.is_floating_point else torch.randint(0, 100, (2048,))
+    return x
 
 
-def compile_all(arch: int) -> int:
-    """Compile to machine code, and look for instructions that round differently from the reference."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {"table_ptr": "*i64", "owner_ptr": "*i64", "a_ptr": "*i8", "b_ptr": "*i8", "bias_ptr": "*bf16"}
-    count = 0
-    for kernel, chosen in variants():
-        codes = "*i8" if kernel is int8_triton._quantize_kernel else "*u8"
-        signature, constants = {}, {}
-        for name in kernel.arg_names:
-            fallback = codes if name == "codes_ptr" else "*fp32" if name.endswith("_ptr") else "i32"
-            given = chosen.get(name, types.get(name, fallback))
-            is_type = name.endswith("_ptr") or name not in chosen
-            signature[name] = given if is_type else "constexpr"
-            if not is_type:
-                constants[name] = given
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        options = {"enable_fp_fusion": False}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        assert compiled.asm["cubin"]
-        for wrong in ("fma.rn.f32", ".ftz", ".approx", "div.full"):
-            assert wrong not in compiled.asm["ptx"], f"{kernel.__name__} {chosen} holds {wrong}"
-        count += 1
-    return count
+@pytest.mark.usefixtures("last_program")
+def test_blocks_beyond_2_31_values_match_the_reference() -> None:
+    x = sparse(MANY, dtype=torch.bfloat16)
+    end, one_block = x[-2048:].clone(), MANY
+    codes, absmax = blockwise_triton.quantize(x, SIGNED, 256)
+    assert_identical((codes[-2048:], absmax[-8:]), blockwise.quantize_reference(end, SIGNED, 256))
+    out = blockwise_triton.dequantize(codes, absmax, SIGNED, 256, torch.bfloat16)
+    expected = blockwise.dequantize_reference(codes[-2048:], absmax[-8:], SIGNED, 256, torch.bfloat16)
+    assert_identical(out[-2048:], expected)
+    out = blockwise_triton.dequantize(codes, torch.ones(1), SIGNED, one_block, torch.bfloat16)
+    assert_identical(out[-2048:], SIGNED[codes[-2048:].int()].bfloat16())
+    assert_identical(gelu_triton.run(x, None)[-1024:], gelu_triton.run(end, None)[-1024:])  # its tile
 
 
-if __name__ == "__main__":
-    print("compiled", compile_all(80) + compile_all(90))
+@pytest.mark.usefixtures("last_program")
+def test_matrices_beyond_2_31_values_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = sparse(MANY // 2048, 2048, dtype=torch.bfloat16)
+    codes, absmax = int8_triton.quantize(x, 1)
+    assert_identical((codes[-1:], absmax[-1:]), int8.quantize_reference(x[-1:], 1))
+    _, run = int8_triton._measure(x.view(1, -1), 1, codes)
+    run(absmax[-1:], MEASURE=False)
+    assert_identical(codes[-1:], int8.quantize_reference(x[-1:], 1)[0])
+    monkeypatch.setattr(int8_triton, "_measure", lambda *_: (absmax[-1:], None))
+    codes, codes_t, _ = int8_triton.quantize_both_layouts(x)
+    assert_identical(codes[-1, -64:], int8.quantize_reference(x[-1:], 1)[0][0, -64:])
+    assert_identical(codes_t[-64:, -1], codes[-1, -64:])
+    total, scale = sparse(MANY // 2048, 2048, dtype=torch.int32), torch.ones(MANY // 2048)
+    expected = int8.rescale_reference(total[-1:], scale[-1:], scale[:2048], None, torch.bfloat16)
+    assert_identical(
+        int8_triton.rescale(total, scale, scale[:2048], None, torch.bfloat16)[-1, -256:], expected[0, -256:]
+    )
+    b = torch.randint(-127, 128, (16, 2048), dtype=torch.int8).t()
+    one = torch.ones(())
+    expected = int8.matmul_reference(codes[-1:], b, one, one, None, torch.float32)
+    assert_identical(int8_triton.multiply(codes, b, one, one, None, torch.float32)[-1:], expected)
+
+
+@pytest.mark.usefixtures("last_program")
+def test_a_step_beyond_2_31_values_matches_the_reference() -> None:
+    args = arguments("momentum", bits=8, code="quadratic", sizes=[2048])
+    (p,), (g,), (codes,), (absmax,), *rest = args
+    large = [sparse(MANY, dtype=x.dtype) for x in (p, g, codes)]
+    for x, end in zip(large, (p, g, codes), strict=True):
+        x[-2048:] = end
+    scales = torch.cat([torch.ones(MANY // 256 - 8), absmax])
+    fused_triton.step([large[0]], [large[1]], [large[2]], [scales], *rest)
+    step.step_reference(*args)
+    assert_identical((large[0][-2048:], large[2][-2048:], scales[-8:]), (p, codes, absmax))

@@ -1,7 +1,8 @@
 """GELU on the GPU: the Triton kernel of gelu.py, value by value.
 
-The exponent is computed in float64, because its last bit in float32 would affect the result. The rest is float32,
-with a polynomial for 2^-f in place of the hardware's approximate power of two.
+The exponent of float32 values is computed in float64, because its last bit in float32 would affect the result. That of
+half precision is float32, which is exact enough there; GPUs for games have few float64 units. The rest is float32, with
+a polynomial for 2^-f in place of the hardware's approximate power of two.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # (the parameters of a kernel are Triton's values; the functions that Python calls are typed)
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from trimtab.ops.blockwise_triton import launch, narrow
 
-TILE = 1024  # values per program
+TILE = 1024  # values per program: 8 per thread of 4 warps. Below 64 registers a multiprocessor holds 32 warps or more.
 SLOPE, CUBIC = tl.constexpr(1.5957691216057308), tl.constexpr(0.07135481627260025)  # of gelu.py
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(14.0)  # beyond it s is 0 or 1 in float32
@@ -35,7 +36,7 @@ def _gelu_kernel(x_ptr, grad_ptr, out_ptr, count, BACKWARD: tl.constexpr, TILE: 
     # Comparisons are false for NaN, which passes. -Inf * 0 would be NaN.
     above = tl.where(x < -FAR, -FAR, x)
     x = tl.where(above > FAR, FAR, above)
-    wide = x.to(tl.float64)
+    wide = x.to(tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32)
     t = tl.abs(wide * (wide * wide * (CUBIC * LOG2E) + SLOPE * LOG2E))
     n = tl.floor(t + 0.5)
     f = (t - n).to(tl.float32)

@@ -10,10 +10,10 @@ A weight is stored in both layouts, because tensor cores read int8 only where th
     Y = X W^T    inner dimension in:  codes of W   [out, in]
     dX = G W     inner dimension out: codes of W^T [in, out]
 
-The product: int8 tiles multiplied and added up in int32, which is exact, so every tile size, every division of the inner
-dimension and cuBLASLt give the same sums. Scales and bias are applied to a tile before it is written ("triton"), or in a
-second kernel after the sums of several programs ("split") or of `torch._int_mm` ("cublas"). The fastest is measured once
-per shape. Codes, scales and products equal the reference to the last bit.
+The product: int8 tiles multiplied and added up in int32, which is exact, so every tile size, every division of the
+inner dimension and cuBLASLt give the same sums. Scales and bias are applied to a tile before it is written ("triton"),
+or in a second kernel after the sums of several programs ("split") or of `torch._int_mm` ("cublas"). The fastest is
+measured once per shape. Codes, scales and products equal the reference to the last bit.
 
 Wortsman et al. 2023, section 2.
 """
@@ -32,15 +32,15 @@ from torch import Tensor
 from trimtab.ops.blockwise_triton import launch, magnitude_bits, narrow, stored_absmax, to_unit
 
 WHOLE = 16384  # the longest row that a program keeps in registers: 32 values per thread of 16 warps
-TILES = {0: (64, 64), 1: (1, 2048)}  # columns (rows) per program, and values of each at a time: 16 or 32 per thread
+TILES = {0: (64, 32), 1: (1, 2048)}  # columns (rows) per program, and values of each at a time: 16 per thread
 PART = {0: 256, 1: 8192}  # the shortest part of a column (row)
 PROGRAMS = 1024  # enough programs to fill a large GPU; with fewer lanes than that, lanes are split
 SQUARE = 64  # the tile that is stored in both layouts, 32 values per thread of 4 warps
 RESCALE = {"M": 8, "N": 256}  # 16 values per thread
 
-# Tiles of the product. The int32 sums take M * N / (32 * num_warps) registers per thread: with 64 one program of 8 warps
-# or two of 4 are on a multiprocessor, and the stages of (M + N) * K bytes hide the latency instead of more warps. With 128
-# the compiler has no registers left for operands, so these tiles are for sm_90 and later, which read them from shared memory.
+# Tiles of the product. The int32 sums take M * N / (32 * num_warps) registers per thread. With 64, one program of 8
+# warps or two of 4 are on a multiprocessor, and the stages of (M + N) * K bytes hide the latency instead of more warps.
+# With 128, no registers are left for operands: these tiles are for sm_90 and later, which read them from shared memory.
 GROUP = 8  # rows of tiles that share columns in the cache
 FIXED: dict[str, int] = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # where nothing is measured
 CONFIGS = [
@@ -119,7 +119,8 @@ def matmul(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tenso
     runs = {name: partial(products[name], *operands) for name in candidates(a, b)}
     layout = (a.is_contiguous(), b.t().is_contiguous(), a_absmax.dim(), b_absmax.dim(), bias is None, dtype)
     key = (a.device, triton.next_power_of_2(a.shape[0]), *b.shape, *layout)
-    return runs[choose(runs, key, measurable=can_measure(a))]()
+    with torch.cuda.device_of(a):
+        return runs[choose(runs, key, measurable=can_measure(a))]()
 
 
 def candidates(a: Tensor, b: Tensor) -> list[str]:
@@ -289,7 +290,7 @@ def _parts_kernel(
     if not MEASURE:
         absmax = magnitude_bits(tl.load(absmax_ptr + lane, mask=lane < lanes, other=0.0), lane < lanes)
     for start in range(first, end, TILE):
-        columns = start + tl.arange(0, TILE)
+        columns = start + tl.arange(0, TILE).to(tl.int64)
         mask = (lane < lanes)[:, None] & (columns < end)[None, :]
         offsets = lane[:, None] * lane_stride + columns[None, :] * stride
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -317,7 +318,9 @@ def _both_layouts_kernel(w_ptr, codes_ptr, codes_t_ptr, absmax_ptr, rows, column
 
 
 @triton.jit
-def _rescaled(total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS: tl.constexpr):
+def _rescaled(
+    total, i, j, a_absmax_ptr, b_absmax_ptr, bias_ptr, rows, columns, a_scale, b_scale, HAS_BIAS: tl.constexpr
+):
     row = tl.div_rn(tl.load(a_absmax_ptr + i * a_scale, mask=i < rows, other=0.0), 127.0)
     column = tl.div_rn(tl.load(b_absmax_ptr + j * b_scale, mask=j < columns, other=0.0), 127.0)
     y = total.to(tl.float32) * row[:, None] * column[None, :]
