@@ -123,8 +123,9 @@ def quantize_reference(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def both_layouts_reference(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The definition: the codes of the whole tensor, and a transposed copy."""
-    codes, absmax = quantize_reference(w.view(1, -1), 1)
-    return codes.view(w.shape), codes.view(w.shape).t().contiguous(), absmax.view(())
+    codes, absmax = _quantize(w.view(1, -1), 1)
+    codes = codes.view(w.shape)
+    return codes, codes.t().clone(memory_format=torch.contiguous_format), absmax.view(())
 
 
 def matmul_reference(
@@ -194,11 +195,6 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return codes, absmax
 
 
-def both_layouts_native(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    codes, absmax = quantize_native(w.view(1, -1), 1)
-    return codes.view(w.shape), codes.view(w.shape).t().contiguous(), absmax.view(())
-
-
 def matmul_cpu(
     a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -235,7 +231,6 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 
 if backends.native is not None:
     _quantize.register_kernel("cpu")(quantize_native)
-    _quantize_both.register_kernel("cpu")(both_layouts_native)
 _matmul.register_kernel("cpu")(matmul_cpu)
 
 if backends.triton_missing is None:
