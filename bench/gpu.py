@@ -1,6 +1,8 @@
-"""The GPU kernels: what a compiler says about them without a GPU.
+"""The GPU kernels: their times on a GPU, and what a compiler says about them without one.
 
-    python -m bench.gpu --static                     compile every kernel, print the table, write it to docs/gpu.md
+    python -m bench.gpu                      check and time everything on this GPU, and write gpu.md (gpu_times.py)
+    python -m bench.gpu --interpret          the same code without a GPU, at tiny sizes, in Triton's interpreter
+    python -m bench.gpu --static             compile every kernel, print the table, write it to docs/gpu.md
 
 The table has one row per kernel (bench/kernels.py lists the kernels and reads the compiled code):
 
@@ -11,6 +13,9 @@ The table has one row per kernel (bench/kernels.py lists the kernels and reads t
 A limit is a bound and not a prediction. No kernel has been timed on a GPU.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +25,7 @@ from rich.table import Table
 
 from bench.kernels import NVIDIA, TOKENS, VALUES, WIDTH, Case, Facts, cases, examine
 from bench.measure import console
+from trimtab.ops import backends
 
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 BEGIN, END = "<!-- begin: python -m bench.gpu --static -->", "<!-- end -->"
@@ -56,18 +62,33 @@ PEERS = {
 }
 
 
-def main(static: bool = False) -> None:
+def main(static: bool = False, interpret: bool = False, page: Path = Path("gpu.md")) -> None:
     """Report on the GPU kernels.
 
     Args:
         static: compile them, print the table and write it to docs/gpu.md; needs no GPU
+        interpret: run the checks and the timing code in Triton's interpreter; needs no GPU
+        page: the file that the times are written to
     """
     if not static:
-        raise SystemExit("error: timing on a GPU is not part of this command yet; use --static, which needs no GPU")
+        return time_all(page, interpret)
     listed = [case for case in cases() if case.listed]
     rows = list(table(listed, examine(listed, NVIDIA)))
     show(rows)
     write(rows)
+
+
+def time_all(page: Path, interpret: bool) -> None:
+    if interpret and not backends.interpreted:  # the kernels are chosen when trimtab is imported
+        again = [sys.executable, "-m", "bench.gpu", "--interpret", "--page", str(page)]
+        raise SystemExit(subprocess.run(again, env=os.environ | {"TRIMTAB_INTERPRET": "1"}, check=False).returncode)
+    if backends.triton_missing is not None:
+        raise SystemExit(
+            f"error: the GPU kernels cannot run: {backends.triton_missing}; --static and --interpret need no GPU"
+        )
+    from bench.gpu_times import measure
+
+    measure(page, interpret=interpret)
 
 
 def table(listed: list[Case], found: dict[str, dict[str, Facts]]) -> Iterator[list[str]]:
