@@ -7,7 +7,8 @@
 
 An error: reading a value on the host, an operation whose shape depends on values, a copy between host and device that
 is not asynchronous, a tensor made on the device from numbers of the host, tensors of two devices in one operation.
-Kernels are not run: the ops are, as far as their fake implementation.
+Kernels are not run: the ops are, as far as their fake implementation. `fake_gpu("mps")` is an Apple GPU, on which a
+tensor in float64 is an error.
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class HostWait(AssertionError):
 
 
 def is_on_gpu(x: object) -> bool:
-    return isinstance(x, Tensor) and x.device.type == "cuda"
+    return isinstance(x, Tensor) and x.device.type in ("cuda", "mps")
 
 
 class _Watcher(TorchDispatchMode):
@@ -65,7 +66,11 @@ class _Watcher(TorchDispatchMode):
             self.check_copy(args[0], kwargs.get("device") or args[0].device, kwargs.get("non_blocking", False))
         if function is aten.copy_.default:
             self.check_copy(args[1], args[0].device, *args[2:], **kwargs)
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs)
+        results = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        if any(x.device.type == "mps" and x.dtype == torch.float64 for x in results):
+            raise TypeError(f"{function} makes a tensor in float64, which this device does not have")
+        return made
 
 
 class _Indexing(TorchFunctionMode):
@@ -90,6 +95,8 @@ class _Indexing(TorchFunctionMode):
             view = self._get(target, index)
             self._copy(view, value) if isinstance(value, Tensor) else view.fill_(value)
             return None
+        if function is Tensor.__bool__ and not is_on_gpu(args[0]):
+            return False  # of a check on the host, which has no values here either
         if function in (Tensor.nonzero, torch.nonzero):
             self._watcher.wait("the shape of nonzero depends on values")
         if function is Tensor.__invert__:
@@ -122,13 +129,13 @@ class _Indexing(TorchFunctionMode):
 
 
 @contextmanager
-def fake_gpu() -> Iterator[_Watcher]:
+def fake_gpu(device: str = "cuda") -> Iterator[_Watcher]:
     kept = (storage._on_device, storage._load_books)  # their tensors belong to one mode
     for function in kept:
         function.cache_clear()
     watcher, stream = _Watcher(), SimpleNamespace(synchronize=lambda: None)
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), watcher, _Indexing(watcher):
-        patch.setattr(backends, "triton_missing", None)
+        patch.setattr(backends, "triton_missing", None if device == "cuda" else "no CUDA device")
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         yield watcher
     for function in kept:

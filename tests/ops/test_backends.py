@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trimtab.ops import backends
 from trimtab.ops.native import table
@@ -65,3 +66,12 @@ def test_the_table_is_the_one_that_python_uses():
     for rule, states in table.RULES.items():
         assert RULES[rule].states == states
         assert f"X({rule})" in table.header()
+
+
+def test_other_devices_are_served_by_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    rows = [row for row in backends.served() if row.device == "mps"]
+    assert len(rows) == len(backends.OPS)
+    assert {row.backend for row in rows} == {"reference"}
+    assert rows[0].reason == "there are no kernels for mps: PyTorch operations"

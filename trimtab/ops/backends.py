@@ -84,7 +84,7 @@ class Served:
     """The backend of an op on one kind of device, and the reason."""
 
     op: str
-    device: Literal["cpu", "cuda"]
+    device: str
     backend: Backend
     reason: str
 
@@ -107,7 +107,17 @@ def served() -> list[Served]:
         if torch.cuda.is_available():
             on_gpu: Backend = "triton" if triton_missing is None and "triton" in kernels else "reference"
             rows.append(Served(op, "cuda", on_gpu, triton_missing or "Triton kernels"))
+        elif (other := _other_device()) is not None:
+            rows.append(Served(op, other, "reference", f"there are no kernels for {other}: PyTorch operations"))
     return rows
+
+
+def _other_device() -> str | None:
+    """The type of a GPU that is neither NVIDIA's nor AMD's, such as Apple's "mps" or Intel's "xpu"."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None or found.type == "cuda" else found.type
 
 
 @cache

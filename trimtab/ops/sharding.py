@@ -1,8 +1,10 @@
-"""Parameters that are sharded over processes, and parameters with an unusual memory order.
+"""Parameters that are sharded over processes, with an unusual memory order, or on a device without float64.
 
 Under FSDP2 a parameter is a DTensor and each process holds one shard of it. Updates are elementwise, so they work on
 shards. Statistics of whole tensors (RMS_t, LAMB's norms) are sums: the sums of all shards of one step are added across
 processes in one collective.
+
+Apple's GPUs ("mps") have no float64: numbers per tensor (steps, coefficients, sums) are then computed on the CPU.
 """
 # mypy: disable-error-code="no-any-return"
 # (DTensor is not imported here, so its methods are untyped)
@@ -30,6 +32,16 @@ def local(x: Any) -> Tensor:
     return x.to_local() if is_sharded(x) else x
 
 
+def home_of_numbers(device: torch.device) -> torch.device:
+    """Where the numbers of a tensor on this device are computed, in float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def widen(x: Tensor) -> Tensor:
+    """In float64, where the device has it."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
 def flat(x: Tensor) -> Tensor:
     """A contiguous view in memory order, of a tensor without gaps (channels_last, transposed)."""
     return x if x.is_contiguous() else x.as_strided((x.numel(),), (1,))
@@ -54,7 +66,7 @@ def add_up_shards(params: Sequence[Tensor], values: Tensor, *, largest: bool = F
     for i, p in enumerate(params):
         if is_sharded(p):
             ways.setdefault((p.device_mesh, sharded_dims(p)), []).append(i)  # type: ignore[attr-defined]
-    values = values.double()
+    values = values.to(home_of_numbers(values.device)).double()
     op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
     for (mesh, dims), rows in ways.items():
         part = values[rows]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
-from trimtab.ops.sharding import is_sharded, local, shard_like, wrap_like
+from trimtab.ops.sharding import home_of_numbers, is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES
 from trimtab.ops.step.storage import Storage, decode, encode
 
@@ -232,7 +232,8 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
         raise ValueError(
             f"the state of {to.name} holds {', '.join(unknown)}, which {kind} does not keep: another optimizer saved it"
         )
-    step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone().to(device).reshape(())
+    step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone()
+    step = step.to(home_of_numbers(device)).reshape(())
     result = {"step": step} | moments
     for extra in (*extras, *_EXTRAS):
         if extra in entry:

@@ -21,7 +21,16 @@ from torch._compile import _disable_dynamo
 
 from trimtab.ops.blockwise import count_blocks
 from trimtab.ops.checks import FLOATS
-from trimtab.ops.sharding import add_up_shards, flat, is_dense, is_sharded, local, shard_like, wrap_like
+from trimtab.ops.sharding import (
+    add_up_shards,
+    flat,
+    home_of_numbers,
+    is_dense,
+    is_sharded,
+    local,
+    shard_like,
+    wrap_like,
+)
 from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
 from trimtab.ops.step.rules import DECAY, independent_decay
 from trimtab.ops.step.split import join
@@ -362,7 +371,7 @@ class Optimizer(torch.optim.Optimizer):
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
         mine = local(p)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=mine.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=home_of_numbers(mine.device))
         for name, kind in zip(self.states_of(group), RULES[self.rule_of(group)].states, strict=False):
             first, home = self.initial(group), self._home(mine)
             state |= new_moment(mine, name, storage, signed=kind != "v", value=first, device=home)
@@ -435,7 +444,7 @@ class Optimizer(torch.optim.Optimizer):
         independent = independent_decay(group)
         if independent is not None:
             rows.select(1, DECAY).zero_().add_(independent)
-        return rows
+        return rows.to(batch.params[0].device)  # the same, except where the device has no float64
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
@@ -455,7 +464,7 @@ class Optimizer(torch.optim.Optimizer):
         """Count the step, except for tensors that were skipped."""
         steps = batch.steps
         if _skips(batch.group):
-            skipped = rows.isfinite().all(dim=1).logical_not()
+            skipped = rows.isfinite().all(dim=1).logical_not().to(steps.device)
             steps = torch.where(skipped, batch.counts, steps)
             for state in batch.kept:
                 if "skipped" not in state:
@@ -564,7 +573,7 @@ def _whole(batches: list[Batch], sums: list[Tensor]) -> Iterable[Tensor]:
     """Sums of shards to sums of whole tensors, for all batches in one collective."""
     owners = [p for batch in batches for p in batch.owners]
     if not any(is_sharded(p) for p in owners):
-        return [part.double() for part in sums]
+        return [part.to(home_of_numbers(part.device)).double() for part in sums]
     if len({part.device for part in sums}) > 1:
         return [add_up_shards(batch.owners, part) for batch, part in zip(batches, sums, strict=True)]
     return torch.split(add_up_shards(owners, torch.cat(sums)), [len(part) for part in sums])

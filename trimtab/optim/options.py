@@ -164,9 +164,8 @@ def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
     mine = local(p)
     if is_sharded(p) and any(placement.is_partial() for placement in p.placements):  # type: ignore[attr-defined]
         raise ValueError(f"{name} is a DTensor with partial sums; a parameter must be sharded or replicated")
-    if mine.device.type not in ("cpu", "cuda"):
-        remedy = "give it memory first (to_empty)" if mine.device.type == "meta" else "move the model to cpu or cuda"
-        raise ValueError(f"{name} is on {mine.device}, for which there are no kernels; {remedy}")
+    if mine.device.type == "meta":
+        raise ValueError(f"{name} is on meta and has no values; give it memory first (to_empty)")
     if mine.device.type == "cuda" and backends.triton_missing is not None:
         raise ValueError(f"{name} is on {mine.device}, but its kernels are not available: {backends.triton_missing}")
     if not is_dense(mine):

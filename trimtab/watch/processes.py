@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from trimtab.ops.sharding import is_sharded, local
+from trimtab.ops.sharding import home_of_numbers, is_sharded, local
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -45,7 +45,7 @@ class Processes:
         elif sharded:
             mesh = sharded[0].device_mesh
             self.groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self.device = next((local(p).device for p in params), torch.device("cpu"))
+        self.device = home_of_numbers(next((local(p).device for p in params), torch.device("cpu")))
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all processes, [processes, k]. A collective: all must call it, with rows of equal length."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.nn.tap import strip_wrappers
-from trimtab.ops.sharding import add_up_shards, local
+from trimtab.ops.sharding import add_up_shards, local, widen
 from trimtab.ops.step import gradient_norms_unchecked
 from trimtab.ops.step.rules import EPS, GRAD_SCALE, rms_from_ratios
 from trimtab.ops.step.storage import Batch
@@ -90,16 +90,16 @@ class Signals:
         for batch in self.plan.collect():
             where = self._index(batch)
             self.sums[where, PRESENT] = 1.0
-            squares = gradient_norms_unchecked(batch.grads).double().to(self.sums.device)
+            squares = gradient_norms_unchecked(batch.grads).to(self.sums.device).double()
             if batch.second is None:
                 scale = torch.as_tensor(batch.grad_scale, device=self.sums.device, dtype=torch.float64)
                 self.sums[where, GRAD] = squares * scale**2
                 self.sums[where, RATIO] = torch.nan
                 continue
             rows = rows_of(self.optimizer, batch)
-            self.sums[where, GRAD] = squares * rows[:, GRAD_SCALE].double().to(self.sums.device) ** 2
-            self.sums[where, EPS_USED] = rows[:, EPS].double().to(self.sums.device)
-            self.sums[where, RATIO] = batch.ratios(rows).double().to(self.sums.device)
+            self.sums[where, GRAD] = squares * rows[:, GRAD_SCALE].to(self.sums.device).double() ** 2
+            self.sums[where, EPS_USED] = rows[:, EPS].to(self.sums.device).double()
+            self.sums[where, RATIO] = batch.ratios(rows).to(self.sums.device).double()
 
     def measure_updates(self) -> None:
         """Before the step, with its final learning rate: parameters, and their update."""
@@ -113,9 +113,9 @@ class Signals:
         for batch in self.plan.collect():
             where = self._index(batch)
             if batch.rule is not None and batch.names:
-                part[where] = self._norms(batch).double().to(part.device)
+                part[where] = self._norms(batch).to(part.device).double()
                 continue
-            part[where, 0] = gradient_norms_unchecked(batch.params).double().to(part.device)
+            part[where, 0] = gradient_norms_unchecked(batch.params).to(part.device).double()
             for place, p in zip(batch.where, batch.owners, strict=True):
                 flat = local(p).detach().reshape(-1)
                 stride = max(1, math.ceil(flat.numel() / SAMPLE))
@@ -128,7 +128,7 @@ class Signals:
         part = self.plan.zeros(1)
         for place, p, stride, before in self._sampled:
             if before.numel():
-                change = local(p).detach().reshape(-1)[::stride].double() - before.double()
+                change = widen(local(p).detach().reshape(-1)[::stride]) - widen(before)
                 part[place, 0] = change.square().mean().to(part.device) * local(p).numel()
         self._sampled = []
         part = add_up_shards(self.plan.owners, part)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.nn.tap import listen, strip_wrappers
+from trimtab.ops.sharding import widen
 from trimtab.watch.processes import Errors
 
 # Without the output logits: a chunked loss never holds them, and computing them takes memory. Request them by name.
@@ -60,7 +61,7 @@ class LayerRecorder:
         """Keys of the means, keys of the maxima, and their values in that order, on the device."""
         means, maxima = sorted(self.sums), sorted(self.maxima)
         values = [self.sums[key][0] / self.sums[key][1] for key in means] + [self.maxima[key] for key in maxima]
-        row = torch.stack([x.double() for x in values]) if values else torch.zeros(0, dtype=torch.float64)
+        row = torch.stack([widen(x) for x in values]) if values else torch.zeros(0, dtype=torch.float64)
         return means, maxima, row
 
     def _on_tap(self, path: str, x: Tensor) -> None:
@@ -102,12 +103,12 @@ class LayerRecorder:
             self._add_max(layer, "minus_logit_min", -x.amin())
 
     def _add_mean(self, layer: str, name: str, value: Tensor) -> None:
-        total, count = self.sums.get((layer, name), (torch.zeros_like(value, dtype=torch.float64), 0))
+        total, count = self.sums.get((layer, name), (torch.zeros_like(widen(value)), 0))
         self.sums[layer, name] = total + value, count + 1
 
     def _add_max(self, layer: str, name: str, value: Tensor) -> None:
         known = self.maxima.get((layer, name))
-        self.maxima[layer, name] = value.double() if known is None else torch.maximum(known, value.double())
+        self.maxima[layer, name] = widen(value) if known is None else torch.maximum(known, widen(value))
 
 
 def name_layers(keys: Sequence[Key], row: Sequence[float]) -> dict[str, dict[str, float]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trimtab.ops.sharding import add_up_shards
+from trimtab.ops.sharding import add_up_shards, widen
 from trimtab.ops.step.rules import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
 from trimtab.ops.step.storage import Batch, decode_flat, encode_flat
 from trimtab.watch.signals import Plan, root
@@ -34,7 +34,7 @@ def measure_totals(plan: Plan) -> Tensor:
             for i, place in enumerate(batch.where):
                 parts = [_size(*chunk) for chunk in _chunks(batch, i)]
                 if parts:
-                    found = torch.stack(parts).double().to(sums.device)
+                    found = torch.stack(parts).to(sums.device).double()
                     sums[place] = found[:, : len(SUMS)].sum(0)
                     maxima[place] = found[:, len(SUMS) :].amax(0)
     sums = add_up_shards(plan.owners, sums).sum(0)
@@ -132,4 +132,4 @@ def _state_error(batch: Batch, i: int, row: Tensor, start: int, stop: int) -> Te
     stored = encode_flat([m, v], "mv", batch.storage, step=1)
     m8, v8 = decode_flat([c for c, _ in stored], [a for _, a in stored], "mv", batch.storage)
     u, u8 = (a / (b.sqrt() * row[DEBIAS] + row[EPS]) for a, b in ((m, v), (m8, v8)))
-    return torch.stack([(u8 - u).double().square().sum(), u.double().square().sum()])
+    return torch.stack([widen(u8 - u).square().sum(), widen(u).square().sum()])

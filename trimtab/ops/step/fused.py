@@ -27,6 +27,7 @@ from trimtab.ops.blockwise import count_blocks, dequantize_reference, quantize_r
 from trimtab.ops.checks import FLOATS, check_block, check_codebook, check_disjoint, check_same_device, check_tensor
 from trimtab.ops.codebook import load_codebook
 from trimtab.ops.native import table
+from trimtab.ops.sharding import widen
 from trimtab.ops.step.quadratic import decode_moments, encode_moments
 from trimtab.ops.step.rules import BETA2, COUPLED, DECAY, EPS, GAIN2, GRAD_SCALE, LR, RULES, SCALARS, STEP, Moments, Row
 from trimtab.ops.step.split import join, split
@@ -153,8 +154,8 @@ def norms_reference(*arguments: Any) -> Tensor:
     for i, row in enumerate(a.scalars.tolist()):
         p, update, _ = _advance(a, i, row)
         change = (row[DECAY] - 1.0) * p - row[LR] * update
-        result[i, 0] = p.double().square().sum()
-        result[i, 1] = change.double().square().sum()
+        result[i, 0] = widen(p).square().sum()
+        result[i, 1] = widen(change).square().sum()
     return result
 
 
@@ -165,12 +166,12 @@ def ratios_reference(*arguments: Any) -> Tensor:
     for i, row in enumerate(a.scalars.tolist()):
         g, (v,) = a.grads[i].float() * row[GRAD_SCALE], _decode(a, i)
         v = row[BETA2] * v + row[GAIN2] * (g * g)
-        result[i] = (g * g / v.clamp(min=torch.tensor(row[EPS], dtype=torch.float32).square())).double().sum()
+        result[i] = widen(g * g / v.clamp(min=torch.tensor(row[EPS], dtype=torch.float32).square())).sum()
     return result
 
 
 def gradient_norms_reference(grads: Tensors) -> Tensor:
-    return torch.stack([g.double().square().sum().float() for g in grads])
+    return torch.stack([widen(g).square().sum().float() for g in grads])
 
 
 def _advance(a: Arguments, i: int, row: Row) -> tuple[Tensor, Tensor, Moments]:

@@ -49,6 +49,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trimtab.ops.sharding import widen
+
 Kind = Literal["unit", "plain"]
 TOP: dict[Kind, float] = {"unit": 127.0, "plain": 260046848.0}  # value of the largest code
 COARSEST, FINEST = 18, 13  # shifts
@@ -185,7 +187,7 @@ def unit_of(codes: Tensor, absmax: Tensor, block: int) -> Tensor:
 
 def exact_root(x: Tensor) -> Tensor:
     # PyTorch's float32 square root may be off in the last bit on some machines; the rounded float64 one is not.
-    return x.double().sqrt().float()
+    return widen(x).sqrt().float()
 
 
 def _kind(letter: str) -> Kind:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.native import table
+from trimtab.ops.sharding import home_of_numbers
 from trimtab.ops.step.quadratic import exact_root
 
 SCALARS = table.SCALARS
@@ -129,7 +130,7 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
 
 def exact(x: Number) -> Number:
     """A tensor in float64: a bfloat16 learning rate would round 1 - lr * weight_decay to 1."""
-    return x.double() if isinstance(x, Tensor) else x
+    return x.to(home_of_numbers(x.device)).double() if isinstance(x, Tensor) else x
 
 
 def adam_averages(betas: Sequence[Number], t: Tensor, beta2_power: float | None = None) -> dict[str, Number]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from trimtab.ops.sharding import widen
 from trimtab.ops.step import gradient_norms_unchecked
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Release:
         batches = optimizer._gather(((where, i, groups[i], p) for where, i, p in places), part=places[0][0])
         if self._max_norm is not None:
             for batch in batches:
-                squares = gradient_norms_unchecked(batch.grads).double().sum()
+                squares = widen(gradient_norms_unchecked(batch.grads)).sum()
                 self._squares.append(squares / batch.group["loss_scale"] ** 2)
         optimizer._update(batches, self._clip)
         for p in waiting:
