@@ -28,6 +28,7 @@ from trimtab.ops.float32.product import product_tn
 from trimtab.ops.int8 import (
     MAX_INNER,
     dequantize,
+    int8_linear,
     int8_matmul,
     quantize_columnwise,
     quantize_rowwise,
@@ -52,16 +53,10 @@ class SwitchBack:
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         """Y, and what `grad_weight` needs of X. `weight` is `quantize_weight(w)`."""
-        return self.product(*quantize_rowwise(x), weight, bias, x.dtype), (x,)
-
-    def product(
-        self, codes: Tensor, absmax: Tensor, weight: Tensors, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        return int8_matmul(codes, weight[0].t(), absmax, weight[1], bias, dtype=dtype)
+        return int8_linear(x, weight[0].t(), weight[1], bias), (x,)
 
     def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
-        codes, absmax = quantize_rowwise(g)
-        return int8_matmul(codes, weight[0], absmax, weight[1], dtype=g.dtype)
+        return int8_linear(g, weight[0], weight[1])
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         return product_tn(g, kept[0])
@@ -84,7 +79,7 @@ class SwitchBackM(SwitchBack):
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         codes, absmax = quantize_rowwise(x)
-        return self.product(codes, absmax, weight, bias, x.dtype), (codes, absmax)
+        return int8_matmul(codes, weight[0].t(), absmax, weight[1], bias, dtype=x.dtype), (codes, absmax)
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         codes, absmax = kept
