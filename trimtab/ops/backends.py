@@ -103,8 +103,8 @@ def served() -> list[Served]:
 def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
     """The backend of int8 matrix products on this CPU, and the reason.
 
-    oneDNN's product needs VNNI: without it `torch._int_mm` runs a plain loop, a hundred times slower. With AMX it is the
-    fastest, with VNNI ours is.
+    With VNNI our own product is the fastest, with AMX oneDNN's (`torch._int_mm`). That one needs VNNI or AMX: else it
+    runs a plain loop, a hundred times slower.
     """
     if native is not None and native.has_vnni() and not torch.cpu._is_amx_tile_supported():
         return "native", f"{native.level()} with VNNI"

@@ -10,8 +10,8 @@ operand, columns of the right one, or a whole tensor.
 A row of zeros has absmax 0 and codes 0. A row that holds a NaN or an Inf gets absmax NaN and codes 0, so its products
 are NaN, and no others.
 
-Wortsman et al. 2023, section 2. Kernels: int8.cpp and int8_product.cpp (CPU), int8_triton.py (GPU). On CPUs with AMX the
-product itself is oneDNN's (`torch._int_mm`).
+Wortsman et al. 2023, section 2. Kernels: int8.cpp (CPU), int8_triton.py (GPU). On CPUs with AMX
+the product itself is oneDNN's (`torch._int_mm`).
 """
 # mypy: disable-error-code="no-any-return"
 # (the ops of torch.library are untyped)
@@ -208,7 +208,7 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The op; plain tensors on a CPU do not use PyTorch's dispatcher, which takes longer than the kernel if x is small."""
+    """The op. Plain tensors on a CPU go past PyTorch's dispatcher, which takes longer than a kernel on few values."""
     return quantize_native(x, dim) if backends.is_plain(x) else _quantize(x, dim)
 
 

@@ -2,7 +2,6 @@
 #include "blockwise.cpp"
 #include "gelu.cpp"
 #include "int8.cpp"
-#include "int8_product.cpp"
 #include "float32/product.cpp"
 #include "float32/attention.cpp"
 #include "float32/score.cpp"

@@ -34,7 +34,7 @@ LEVEL(baseline)
 LEVEL(avx2)
 LEVEL(avx512)
 #endif
-// int8_product.cpp, compiled for the VNNI of each level.
+// The int8 product, compiled for the VNNI of each level.
 #ifdef TRIMTAB_AVX512_VNNI
 namespace avx512vnni {
 void matmul(const Matmul&);

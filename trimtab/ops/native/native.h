@@ -1,6 +1,6 @@
 // Shared by the kernels: argument types, the list of kernels of one instruction set, and threads.
 //
-// blockwise.cpp, gelu.cpp, int8.cpp, int8_product.cpp and those of float32 and step are compiled once per instruction set, each time in its own
+// blockwise.cpp, gelu.cpp, int8.cpp and those of float32 and step are compiled once per instruction set, each time in its own
 // namespace TRIMTAB_LEVEL. They use no standard-library templates: the linker keeps one copy of such a function for the
 // whole library, possibly with instructions that this CPU does not have.
 #pragma once
