@@ -5,7 +5,7 @@
 
 namespace trimtab::TRIMTAB_LEVEL {
 
-// --- The codes of a row: round(x / absmax * 127), half to even. A division takes as long as all the rest, so a code is
+// --- The codes of a row: round(x / absmax * 127), half to even. A division takes a third of the time, so a code is
 // computed with one multiplication and verified: the two can differ only where the product is within SLACK of a half. One
 // group in a hundred is then divided.
 
