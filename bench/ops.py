@@ -215,8 +215,8 @@ def measure_int8(rounds: int, rows: int = 4096, inner: int = 1024, columns: int 
     (xq, xs), (wq, ws) = int8.quantize_rowwise(x), int8.quantize_tensorwise(w)
 
     def whole() -> Tensor:
-        (a, a_absmax), (b, b_absmax) = int8.quantize_rowwise(x), int8.quantize_tensorwise(w)
-        return int8.int8_matmul(a, b.t(), a_absmax, b_absmax)
+        b, b_absmax = int8.quantize_tensorwise(w)
+        return int8.int8_linear(x, b.t(), b_absmax)
 
     product, _ = backends.int8_product()
     with must_call("quantize_int8", *{"onednn": ["rescale"], "native": ["matmul"], "reference": []}[product]):
@@ -228,6 +228,7 @@ def measure_int8(rounds: int, rows: int = 4096, inner: int = 1024, columns: int 
             "   quantize x by row": lambda: int8.quantize_rowwise(x),
             "   quantize w as a tensor": lambda: int8.quantize_tensorwise(w),
             "   quantize x by column": lambda: int8.quantize_columnwise(x),
+            "   quantize x + matmul + rescale": lambda: int8.int8_linear(x, wq.t(), ws),
             "   matmul + rescale": lambda: int8.int8_matmul(xq, wq.t(), xs, ws),
         },
         rounds,

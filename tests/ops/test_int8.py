@@ -1,6 +1,7 @@
 """int8: the definition, the kernels against it, and the error figures of the paper."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,18 @@ from trimtab.ops import backends, int8
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1), (6, 16, 16), (7, 33, 17), (100, 257, 65), (130, 1041, 31), (3, 5000, 40)]
+
+
+@pytest.fixture(params=[True, False], ids=["vnni", "no-vnni"])
+def vnni(request: pytest.FixtureRequest, level: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Products of every level, with VNNI where this CPU has it and without."""
+    assert backends.native is not None
+    backends.native.allow_vnni(request.param)
+    if not request.param:
+        monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    backends.int8_product.cache_clear()
+    yield request.param
+    backends.native.allow_vnni(True)
 
 
 def codes(rows: int, columns: int, number: int = 0) -> Tensor:
@@ -80,7 +93,7 @@ def test_the_reference_product_is_the_integer_product():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_native_products_match_the_reference_exactly(level, shape, dtype):
+def test_native_products_match_the_reference_exactly(vnni, shape, dtype):
     rows, inner, columns = shape
     a, b = codes(rows, inner), codes(inner, columns, 1)
     row, column, bias = (torch.rand(n, generator=seed(2)) for n in (rows, columns, columns))
@@ -91,7 +104,38 @@ def test_native_products_match_the_reference_exactly(level, shape, dtype):
                 assert_same(int8.matmul_cpu(left, right, *scales, dtype), expected)
 
 
-def test_extreme_sums_are_exact(level):
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 17, 63), (65, 129, 33), (130, 64, 128), (3, 5000, 40)])
+def test_quantizing_inside_the_product_changes_nothing(vnni, shape, threads):
+    rows, inner, columns = shape
+    b, absmax = codes(inner, columns), torch.rand(columns, generator=seed(2))
+    x = 10 ** (8 * torch.rand(rows, 1, generator=seed(3)) - 4) * torch.randn(rows, inner, generator=seed(4))
+    for row, bad in zip((1, 2, 3), (0.0, math.inf, math.nan), strict=True):
+        x[row % rows, (0 if bad else slice(None)) if rows > 3 else slice(0, 0)] = bad
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in FLOATS:
+            for right in (b, b.t().contiguous().t()):
+                for scale, bias in ((absmax, None), (absmax[0], absmax.to(dtype))):
+                    left = int8.quantize_reference(x.to(dtype), 1)
+                    expected = int8.matmul_reference(left[0], right, left[1], scale, bias, dtype)
+                    assert_same(int8.int8_linear(x.to(dtype), right, scale, bias), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_codes_are_rounded_exactly_at_and_around_every_half(level):
+    # The kernel multiplies by 127 / absmax, and divides where that could round to the other side.
+    for absmax in (1.0, 0.3, 127.0, 3e-39, 1e-30, 3e38):
+        halves = absmax * torch.arange(-126.5, 127) / 127
+        near = torch.stack([halves, halves.nextafter(torch.tensor(9e38)), halves.nextafter(torch.tensor(-9e38))])
+        x = torch.cat([near.flatten(), torch.tensor([absmax])])[None]
+        for got, expected in zip(int8.quantize_native(x, 1), int8.quantize_reference(x, 1), strict=True):
+            assert_same(got, expected)
+
+
+def test_extreme_sums_are_exact(vnni):
     a = torch.full((7, 3000), 127, dtype=torch.int8)
     b = torch.full((3000, 9), -127, dtype=torch.int8)
     got = int8.int8_matmul(a, b, torch.tensor(127.0), torch.tensor(127.0))
@@ -103,11 +147,10 @@ def test_the_rescale_of_a_onednn_product_matches_the_reference(level):
     assert backends.native is not None
     total = torch.randint(-(2**30), 2**30, (37, 50), dtype=torch.int32, generator=seed(3))
     row, column, bias = (torch.rand(n, generator=seed(4)) for n in (37, 50, 50))
-    scales = row / 127, column / 127
     for dtype, number in backends.DTYPE_CODES.items():
         out = torch.empty(37, 50, dtype=dtype)
         backends.native.rescale(
-            total.data_ptr(), 37, 50, scales[0].data_ptr(), False, scales[1].data_ptr(), False, bias.data_ptr(),
+            total.data_ptr(), 37, 50, row.data_ptr(), False, column.data_ptr(), False, bias.data_ptr(),
             out.data_ptr(), number, 2,
         )  # fmt: skip
         assert_same(out, int8.rescale_reference(total, row, column, bias, dtype))
@@ -134,13 +177,20 @@ def test_every_way_to_multiply_gives_the_same(monkeypatch, product, has_native):
             for b in (codes(inner, columns, 1), codes(columns, inner, 1).t()):
                 expected = int8.matmul_reference(a, b, row, column, bias, torch.float32)
                 assert_same(int8.int8_matmul(a, b, row, column, bias), expected)
+        if has_native:
+            x = torch.randn(rows, inner, generator=seed(2))
+            (left, absmax), right = int8.quantize_reference(x, 1), codes(inner, columns, 1)
+            expected = int8.matmul_reference(left, right, absmax, column, bias, torch.float32)
+            assert_same(int8.int8_linear(x, right, column, bias), expected)
 
 
-def test_the_backend_of_the_product_is_known():
+def test_the_backend_of_the_product_is_known(vnni):
     product, reason = backends.int8_product()
     assert product in ("onednn", "native", "reference")
-    assert reason
-    assert product == "onednn" or "no VNNI" in reason
+    assert "VNNI" in reason
+    if not vnni:
+        assert product != "onednn"
+        assert "no VNNI" in reason
 
 
 # --- The paper's error figures (specs/p1 section 2.13)
@@ -196,6 +246,7 @@ def test_the_ops_pass_the_checks_of_torch_library():
     torch.library.opcheck(torch.ops.trimtab.quantize_int8.default, (x, 1))
     arguments = (codes(5, 33), codes(33, 7), torch.rand(5), torch.rand(7), torch.rand(7), torch.bfloat16)
     torch.library.opcheck(torch.ops.trimtab.int8_matmul.default, arguments)
+    torch.library.opcheck(torch.ops.trimtab.int8_linear.default, (x, codes(33, 7), torch.rand(7), torch.rand(7)))
 
 
 one = torch.tensor(1.0)
@@ -212,6 +263,8 @@ one = torch.tensor(1.0)
             "a must be an int8 matrix, got torch.float32",
         ),
         (lambda: int8.int8_matmul(codes(2, 3), codes(2, 3), one, one), "inner dimensions differ"),
+        (lambda: int8.int8_linear(torch.zeros(2, 3), codes(2, 3), one), "inner dimensions differ"),
+        (lambda: int8.int8_linear(codes(2, 3), codes(3, 2), one), "x must be float32"),
         (
             lambda: int8.int8_matmul(codes(4, 8)[:, ::2], codes(4, 3), one, one),
             "a must be contiguous or a transposed view",

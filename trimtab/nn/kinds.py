@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trimtab.ops import backends
 from trimtab.ops.float8 import (
     MULTIPLE,
     cast_float8,
@@ -35,7 +36,9 @@ from trimtab.ops.float32.product import product_tn
 from trimtab.ops.int8 import (
     MAX_INNER,
     dequantize,
+    int8_linear,
     int8_matmul,
+    quantize_both_layouts,
     quantize_columnwise,
     quantize_rowwise,
     quantize_tensorwise,
@@ -53,22 +56,24 @@ class SwitchBack:
     by_row: tuple[str, ...] = ("input", "grad")  # operands with one scale per row; the others have one per tensor
 
     def quantize_weight(self, w: Tensor) -> Tensors:
-        """The quantized weight, computed once per step."""
-        codes, absmax = quantize_tensorwise(w if w.is_contiguous() else w.t())
-        return codes if w.is_contiguous() else codes.t(), absmax
+        """Codes [out, in] for the forward product, their scale, and codes for the backward product.
+
+        On a GPU the inner dimension of either product is contiguous; on a CPU both are the same codes.
+        """
+        plain = w.is_contiguous()
+        if w.device.type == "cpu" and not backends.interpreted:
+            codes, absmax = quantize_tensorwise(w if plain else w.t())
+            codes = codes if plain else codes.t()
+            return codes, absmax, codes
+        codes, transposed, absmax = quantize_both_layouts(w if plain else w.t())
+        return (codes, absmax, transposed.t()) if plain else (transposed, absmax, codes.t())
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         """Y, and what `grad_weight` needs of X. `weight` is `quantize_weight(w)`."""
-        return self.product(*quantize_rowwise(x), weight, bias, x.dtype), (x,)
-
-    def product(
-        self, codes: Tensor, absmax: Tensor, weight: Tensors, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        return int8_matmul(codes, weight[0].t(), absmax, weight[1], bias, dtype=dtype)
+        return int8_linear(x, weight[0].t(), weight[1], bias), (x,)
 
     def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
-        codes, absmax = quantize_rowwise(g)
-        return int8_matmul(codes, weight[0], absmax, weight[1], dtype=g.dtype)
+        return int8_linear(g, weight[2], weight[1])
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         return product_tn(g, kept[0])
@@ -91,7 +96,7 @@ class SwitchBackM(SwitchBack):
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         codes, absmax = quantize_rowwise(x)
-        return self.product(codes, absmax, weight, bias, x.dtype), (codes, absmax)
+        return int8_matmul(codes, weight[0].t(), absmax, weight[1], bias, dtype=x.dtype), (codes, absmax)
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         codes, absmax = kept
@@ -104,13 +109,18 @@ class SwitchBackQ(SwitchBack):
     by_row = ("input", "weight", "grad")
 
     def quantize_weight(self, w: Tensor) -> Tensors:
+        """The same, and the scales of the backward product."""
         if w.is_contiguous():
-            return *quantize_rowwise(w), *quantize_columnwise(w)
-        (rows, row_max), (columns, column_max) = quantize_columnwise(w.t()), quantize_rowwise(w.t())
-        return rows.t(), row_max, columns.t(), column_max
+            (rows, row_max), (columns, column_max) = quantize_rowwise(w), quantize_columnwise(w)
+        else:
+            (rows, row_max), (columns, column_max) = quantize_columnwise(w.t()), quantize_rowwise(w.t())
+            rows, columns = rows.t(), columns.t()
+        if w.device.type != "cpu":
+            rows, columns = rows.contiguous(), columns.t().contiguous().t()
+        return rows, row_max, columns, column_max
 
     def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
-        return super().grad_input(g, weight[2:])
+        return int8_linear(g, weight[2], weight[3])
 
     def round_weight(self, w: Tensor) -> Tensor:
         return self.round_input(w)

@@ -115,10 +115,17 @@ class _Quantized(nn.Module):
 
         With `when="faster"` it is measured at the first use (tuning.py), and does not change afterwards.
         """
-        if self.when == "always" or self.kind.startswith("fp8") or self.weight.device.type not in ("cpu", "meta"):
+        return self._int8_from(self.weight.dtype)
+
+    def _int8_from(self, dtype: torch.dtype) -> int:
+        """`dtype` is that of the products in float, which autocast may change."""
+        if self.when == "always" or self.kind.startswith("fp8"):
             return 0
         if self.when == "faster":
-            self.when = int8_from(self.in_features, self.out_features)
+            device = self.weight.device
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return 0  # no time can be measured in a CUDA graph
+            self.when = int8_from(self.in_features, self.out_features, device, dtype)
         assert isinstance(self.when, int)
         return self.when
 
@@ -129,7 +136,7 @@ class _Quantized(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != w.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {w.dtype}; cast one, or use torch.autocast")
-        if self.int8_from > x.numel() // self.in_features:
+        if self._int8_from(x.dtype) > x.numel() // self.in_features:
             return linear(x, w, bias)
         _check_not_transformed(w)
         if self.rounding is not None:
@@ -156,9 +163,12 @@ class _Quantized(nn.Module):
     # --- The weight's codes
 
     def _weight_codes(self) -> Tensors:
-        """Quantize the weight again whenever its bytes have changed, in whatever way."""
+        """Quantize the weight again whenever its bytes have changed, in whatever way.
+
+        On a GPU it is quantized in every call: to compare its bytes, the host would have to wait for the device.
+        """
         w = self.matrix().detach()
-        if torch.compiler.is_compiling() or w.device.type != "cpu":
+        if torch.compiler.is_compiling():
             return self.products.quantize_weight(w)
         trains = self.training or (torch.is_grad_enabled() and self.weight.requires_grad)
         if self._frozen is not None and not trains:
@@ -166,6 +176,8 @@ class _Quantized(nn.Module):
             if mark == self._quick_mark():
                 return codes
             self._frozen = None
+        if w.device.type != "cpu":
+            return self.products.quantize_weight(w)
         now = (fingerprint(self.weight), w.dtype, w.shape, self.kind)
         if self._made is None or self._made[0] != now:
             self._made = now, self.products.quantize_weight(w)
@@ -179,7 +191,7 @@ class _Quantized(nn.Module):
         """Quantize the weight now, and use these codes in evaluation without reading the whole weight again.
 
         If the weight is loaded, moved or trained afterwards, the layer unfreezes itself. A write through `.data` to a
-        few values may be missed: only some thousand values are compared.
+        few values may be missed: only some thousand values are compared, and none on a GPU.
         """
         w = self.matrix().detach()
         self._frozen = self._quick_mark(), self.products.quantize_weight(w)
@@ -190,7 +202,8 @@ class _Quantized(nn.Module):
     def _quick_mark(self) -> tuple[Any, ...]:
         w = self.weight.detach().view(-1)
         version = None if self.weight.is_inference() else self.weight._version
-        return w.data_ptr(), version, w.dtype, w.shape, fingerprint(w[:: max(1, len(w) // _SAMPLES)].cpu())
+        mark = w.data_ptr(), version, w.dtype, w.shape
+        return (*mark, fingerprint(w[:: max(1, len(w) // _SAMPLES)])) if w.device.type == "cpu" else mark
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_made": None, "_frozen": None, "rounding": None}

@@ -4,10 +4,10 @@
     int8_from(n_in, n_out) -> the smallest of these numbers from which int8 gains 3 % or more, or NEVER
 
 A measurement takes a few hundred milliseconds and is kept in a file of the cache folder (Linux:
-~/.cache/trimtab/int8.json), by CPU, instruction set, threads and version of PyTorch; `trimtab doctor --tune` measures
-ahead. One that other processes disturbed is used once and not kept. A layer asks once and keeps the answer. Without a
-file every process measures again, and may decide differently where the two are close;
-`convert_linears(..., when=report.int8_from)` repeats the choices of another run.
+~/.cache/trimtab/int8.json), by CPU, instruction set, threads and version of PyTorch, or by GPU, dtype and Triton;
+`trimtab doctor --tune` measures ahead on the CPU. One that other processes disturbed is used once and not kept. A layer
+asks once and keeps the answer. Without a file every process measures again, and may decide differently where the two
+are close; `convert_linears(..., when=report.int8_from)` repeats the choices of another run.
 """
 
 import json
@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ NEVER = 2**62
 GAIN = 1.03  # int8 rounds, so it is not chosen for less
 TOKENS = (4096, 1024, 256, 64)
 LARGEST = 2**32  # multiply-adds of a measured product; larger ones take too long
+GPU_TOKENS, GPU_LARGEST = (16384, 4096, 1024, 256), 2**40
+CPU = torch.device("cpu")
 ROUNDS, BUDGET_S = 9, 0.06  # per number of tokens: at least 3 rounds
 ALONE = 0.7  # share of the CPU time below which other processes disturbed a measurement: it is not stored
 FORMAT = 1
@@ -41,9 +44,11 @@ FORMAT = 1
 Times = dict[str, list[float]]  # tokens -> milliseconds in float32 and in int8
 
 
-def int8_from(n_in: int, n_out: int) -> int:
-    """The smallest number of tokens from which int8 gains on this CPU, or NEVER."""
-    if backends.int8_product()[0] == "reference":
+def int8_from(n_in: int, n_out: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> int:
+    """The smallest number of tokens from which int8 gains on this device, or NEVER. `dtype` counts on a GPU only."""
+    if device.type == "cuda" and backends.triton_missing is None:
+        return _choose(_measure(n_in, n_out, _gpu(device, dtype), device, dtype))
+    if device.type not in ("cpu", "meta") or backends.int8_product()[0] == "reference":
         return NEVER
     return _choose(measure(n_in, n_out))
 
@@ -54,7 +59,7 @@ int8_from._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def measure(n_in: int, n_out: int) -> Times:
     """Milliseconds of a layer's forward and backward, from the cache or measured now."""
-    return _measure(n_in, n_out, machine())
+    return _measure(n_in, n_out, machine(), CPU, torch.float32)
 
 
 def machine() -> str:
@@ -65,13 +70,19 @@ def machine() -> str:
     return f"{_cpu_model()}; kernels {level}; {product}; {torch.get_num_threads()} threads; torch {torch.__version__}"
 
 
+def _gpu(device: torch.device, dtype: torch.dtype) -> str:
+    """The same for a GPU."""
+    name, triton = torch.cuda.get_device_name(device), metadata.version("triton")
+    return f"{name}; {str(dtype).removeprefix('torch.')}; triton {triton}; torch {torch.__version__}"
+
+
 @cache
-def _measure(n_in: int, n_out: int, where: str) -> Times:
+def _measure(n_in: int, n_out: int, where: str, device: torch.device, dtype: torch.dtype) -> Times:
     path, shape = cache_file(), f"{n_in}x{n_out}"
     known = {} if path is None else _read(path)
     found = known.get(where, {}).get(shape)
     if found is None:
-        found, share = _time_shape(n_in, n_out)
+        found, share = _time_shape(n_in, n_out, device, dtype)
         if path is not None and share >= ALONE:
             _add(path, where, shape, found)
     return found
@@ -93,14 +104,21 @@ def _choose(times: Times) -> int:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _time_shape(n_in: int, n_out: int) -> tuple[Times, float]:
+def _time_shape(n_in: int, n_out: int, device: torch.device, dtype: torch.dtype) -> tuple[Times, float]:
     """Also the smallest share of the CPU time that the process could have had."""
     generator = torch.Generator().manual_seed(0)  # the random numbers of a run must not change
-    w, times, share = torch.randn(n_out, n_in, generator=generator), Times(), 1.0
-    fits = [tokens for tokens in TOKENS if tokens * n_in * n_out <= LARGEST] or [TOKENS[-1]]
+    on_cpu = device.type == "cpu"
+    usual, largest = (TOKENS, LARGEST) if on_cpu else (GPU_TOKENS, GPU_LARGEST)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    w, times, share = draw(n_out, n_in), Times(), 1.0
+    fits = [tokens for tokens in usual if tokens * n_in * n_out <= largest] or [usual[-1]]
     for tokens in fits:
-        x, g = torch.randn(tokens, n_in, generator=generator), torch.randn(tokens, n_out, generator=generator)
+        x, g = draw(tokens, n_in), draw(tokens, n_out)
         best, had = _time_both(partial(_run_float, x, w, g), partial(_run_int8, x, w, g))
+        had = had if on_cpu else 1.0
         times[str(tokens)], share = [round(ms, 4) for ms in best], min(share, had)
         if _choose(times) != tokens:
             break  # no smaller number can be chosen
@@ -125,15 +143,23 @@ def _time_both(*runs: Callable[[], None]) -> tuple[list[float], float]:
 
 def _run_float(x: Tensor, w: Tensor, g: Tensor) -> None:
     product_nt(x, w), product_nn(g, w), product_tn(g, x)
+    _wait(x)
 
 
 def _run_int8(x: Tensor, w: Tensor, g: Tensor) -> None:
     products = SwitchBack()
-    fingerprint(w)
+    if w.device.type == "cpu":
+        fingerprint(w)
     codes = products.quantize_weight(w)
     _, kept = products.forward(x, w, codes, None)
     products.grad_input(g, codes)
     products.grad_weight(g, kept)
+    _wait(x)
+
+
+def _wait(x: Tensor) -> None:
+    if x.device.type == "cuda":
+        torch.cuda.synchronize(x.device)
 
 
 # --- The cache file: {"format": 1, "machines": {machine: {"768x3072": {"1024": [12.1, 6.5], ...}}}}

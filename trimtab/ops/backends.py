@@ -72,7 +72,7 @@ HUGE = 4 << 20
 
 # The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
 _STEP = ("fused_step", "step_norms", "gradient_norms", "gradient_ratios")
-_INT8 = ("quantize_int8", "quantize_both_layouts", "int8_matmul")
+_INT8 = ("quantize_int8", "quantize_both_layouts", "int8_matmul", "int8_linear")
 _OTHERS = ("quantize_blockwise", "dequantize_blockwise", *_INT8, "gelu", "gelu_backward")
 _ALL: tuple[Backend, ...] = ("reference", "native", "triton")
 OPS = dict.fromkeys((*_STEP, *_OTHERS), _ALL) | {"round_float8": _ALL[:1]}
@@ -95,7 +95,7 @@ def served() -> list[Served]:
     for op, kernels in OPS.items():
         backend: Backend = "native" if native is not None and "native" in kernels else "reference"
         reason = f"{native.level()} kernels" if native is not None else str(native_missing)
-        if op == "int8_matmul":
+        if op in _INT8[1:]:
             backend, reason = int8_product()
         if op == "product":
             backend, reason = float_product()
@@ -124,12 +124,15 @@ def _other_device() -> str | None:
 def int8_product() -> tuple[Literal["onednn", "native", "reference"], str]:
     """The backend of int8 matrix products on this CPU, and the reason.
 
-    oneDNN's product needs VNNI: without it `torch._int_mm` runs a plain loop, a hundred times slower.
+    With VNNI our own product is the fastest, with AMX oneDNN's (`torch._int_mm`). That one needs VNNI or AMX: else it
+    runs a plain loop, a hundred times slower.
     """
+    if native is not None and native.has_vnni() and not torch.cpu._is_amx_tile_supported():
+        return "native", f"{native.level()} with VNNI"
     if platform.machine() not in ("x86_64", "AMD64") or not torch.cpu._is_vnni_supported():
         why = "no VNNI, so torch._int_mm would be slow"
     elif _int_mm_is_exact():
-        return "onednn", "torch._int_mm (oneDNN with VNNI)"
+        return "onednn", "torch._int_mm (oneDNN with VNNI or AMX)"
     else:
         why = "torch._int_mm gives wrong sums on this CPU"
     if native is not None and native.has_matmul():
@@ -147,6 +150,19 @@ def float_product() -> tuple[Literal["onednn", "torch"], str]:
     if cpu_vendor() in ("GenuineIntel", ""):
         return "torch", "MKL uses AVX-512 on CPUs of Intel"
     return "onednn", f"oneDNN and native: MKL uses no AVX-512 on a CPU of {cpu_vendor()}"
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether nothing but a native kernel wants to see an op: no compiler, no mode, no subclass."""
+    return (
+        native is not None
+        and x.device.type == "cpu"
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)  # of is_grads_batched=True
+    )
 
 
 def cpu_vendor() -> str:

@@ -177,6 +177,13 @@ def _int8_matmul(device: str) -> bool:
     return torch.allclose(int8.int8_matmul(*operands), expected, rtol=1e-6)
 
 
+def _int8_linear(device: str) -> bool:
+    x = _values(device).view(20, 50)
+    (a, a_absmax), (b, b_absmax) = int8.quantize_rowwise(x), int8.quantize_rowwise(x.flip(0))
+    expected = int8.matmul_reference(a, b.t(), a_absmax, b_absmax, None, torch.float32)
+    return torch.allclose(int8.int8_linear(x, b.t(), b_absmax), expected, rtol=1e-6)
+
+
 def _round_float8(device: str) -> bool:
     x = torch.tensor([448.0, 449 / 2, -1.0, 0.0], device=device, dtype=torch.float32)
     return float8.round_float8_tensorwise(x, "e4m3").tolist() == [448.0, 224.0, -1.0, 0.0]
@@ -228,6 +235,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "quantize_int8": _quantize_int8,
     "quantize_both_layouts": _quantize_both_layouts,
     "int8_matmul": _int8_matmul,
+    "int8_linear": _int8_linear,
     "round_float8": _round_float8,
     "fingerprint": _fingerprint,
     "product": _product,

@@ -10,12 +10,13 @@ operand, columns of the right one, or a whole tensor.
 A row of zeros has absmax 0 and codes 0. A row that holds a NaN or an Inf gets absmax NaN and codes 0, so its products
 are NaN, and no others.
 
-Wortsman et al. 2023, section 2. Kernels: int8.cpp (CPU), int8_triton.py (GPU). The product itself is oneDNN's
-(`torch._int_mm`) on CPUs with VNNI, and int8.cpp's where there is AVX2 or AVX-512 without it; on GPUs it is Triton's or
-cuBLASLt's, whichever is faster.
+Wortsman et al. 2023, section 2. Kernels: int8.cpp (CPU), int8_triton.py (GPU). On CPUs with AMX the product itself is
+oneDNN's (`torch._int_mm`); on GPUs it is Triton's or cuBLASLt's, whichever is faster.
 """
 # mypy: disable-error-code="no-any-return"
 # (the ops of torch.library are untyped)
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,19 +31,19 @@ MAX_INNER = (2**31 - 1) // 127**2
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(codes, absmax)` of a matrix: int8 shaped like `x`, and one float32 per row."""
     _check_matrix(x)
-    return _quantize(x, 1)
+    return _quantize_plain(x, 1)
 
 
 def quantize_columnwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(codes, absmax)` of a matrix: int8 shaped like `x`, and one float32 per column."""
     _check_matrix(x)
-    return _quantize(x, 0)
+    return _quantize_plain(x, 0)
 
 
 def quantize_tensorwise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(codes, absmax)`: int8 shaped like `x`, and one float32 scalar. Any number of dimensions."""
     check_tensor("x", x, dtypes=FLOATS)
-    codes, absmax = _quantize(x.view(1, -1), 1)
+    codes, absmax = _quantize_plain(x.view(1, -1), 1)
     return codes.view(x.shape), absmax.view(())
 
 
@@ -82,34 +83,24 @@ def int8_matmul(
     `a_absmax` is [M] or a scalar, `b_absmax` is [N] or a scalar, `bias` is [N]. Either operand may be a transposed
     view (`weight.t()`), without a copy.
     """
-    for name, x in (("a", a), ("b", b)):
-        if not isinstance(x, Tensor) or x.dtype != torch.int8 or x.dim() != 2:
-            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be an int8 matrix, got {got}; quantize_rowwise() makes one")
-        if not (x.is_contiguous() or x.t().is_contiguous()):
-            raise ValueError(
-                f"{name} must be contiguous or a transposed view, got strides {x.stride()}; call .contiguous()"
-            )
-    (rows, inner), (inner_b, columns) = a.shape, b.shape
-    if inner != inner_b:
-        raise ValueError(
-            f"inner dimensions differ: a is {tuple(a.shape)}, b is {tuple(b.shape)}; transpose one of them"
-        )
-    if inner > MAX_INNER:
-        raise ValueError(
-            f"an inner dimension of {inner} could overflow int32; split it into parts of at most {MAX_INNER}"
-        )
+    _check_codes("a", a)
+    _check_right(a.shape, b, b_absmax, bias)
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
-    for name, x, size in (("a_absmax", a_absmax, rows), ("b_absmax", b_absmax, columns)):
-        why = f"one per {'row' if name[0] == 'a' else 'column'} of {name[0]}, or a scalar"
-        scalar = isinstance(x, Tensor) and x.dim() == 0
-        check_tensor(name, x, dtypes=(torch.float32,), shape=() if scalar else (size,), because=why)
-    if bias is not None:
-        check_tensor("bias", bias, dtypes=FLOATS, shape=(columns,), because="one per column of b")
-        check_same_device(a=a, bias=bias)
-    check_same_device(a=a, b=b, a_absmax=a_absmax, b_absmax=b_absmax)
+    _check_absmax("a_absmax", a_absmax, a.shape[0], "one per row of a, or a scalar")
+    check_same_device(a=a, b=b, a_absmax=a_absmax)
     return _matmul(a, b, a_absmax, b_absmax, bias, dtype)
+
+
+def int8_linear(x: Tensor, b: Tensor, b_absmax: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Quantize the rows of x [M, K] and multiply by codes [K, N]: `int8_matmul` of `quantize_rowwise(x)`, in x's dtype.
+
+    On a CPU with a product of our own this is one kernel, and the codes of x exist a block of rows at a time.
+    """
+    _check_matrix(x)
+    _check_right(x.shape, b, b_absmax, bias)
+    check_same_device(x=x, b=b)
+    return linear_cpu(x, b, b_absmax, bias) if backends.is_plain(x) else _linear(x, b, b_absmax, bias)
 
 
 def quantize_reference(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -153,15 +144,56 @@ def rescale_reference(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
+def linear_of_ops(x: Tensor, b: Tensor, b_absmax: Tensor, bias: Tensor | None) -> Tensor:
+    """The definition of `int8_linear`, and what runs where it is not one kernel."""
+    codes, absmax = _quantize(x, 1)
+    return _matmul(codes, b, absmax, b_absmax, bias, x.dtype)
+
+
 def _check_matrix(x: Tensor) -> None:
     check_tensor("x", x, dtypes=FLOATS)
     if x.dim() != 2:
         raise ValueError(f"x must be a matrix, got shape {tuple(x.shape)}; x.flatten(0, -2) makes rows of tokens")
 
 
+def _check_codes(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.int8 or x.dim() != 2:
+        got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be an int8 matrix, got {got}; quantize_rowwise() makes one")
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        raise ValueError(
+            f"{name} must be contiguous or a transposed view, got strides {x.stride()}; call .contiguous()"
+        )
+
+
+def _check_absmax(name: str, x: Tensor, size: int, why: str) -> None:
+    scalar = isinstance(x, Tensor) and x.dim() == 0
+    check_tensor(name, x, dtypes=(torch.float32,), shape=() if scalar else (size,), because=why)
+
+
+def _check_right(left: torch.Size, b: Tensor, b_absmax: Tensor, bias: Tensor | None) -> None:
+    """The right operand of a product, against the shape of the left one."""
+    _check_codes("b", b)
+    inner, columns = b.shape
+    if left[1] != inner:
+        raise ValueError(
+            f"inner dimensions differ: the left matrix is {tuple(left)}, b is {tuple(b.shape)}; transpose one of them"
+        )
+    if inner > MAX_INNER:
+        raise ValueError(
+            f"an inner dimension of {inner} could overflow int32; split it into parts of at most {MAX_INNER}"
+        )
+    _check_absmax("b_absmax", b_absmax, columns, "one per column of b, or a scalar")
+    if bias is not None:
+        check_tensor("bias", bias, dtypes=FLOATS, shape=(columns,), because="one per column of b")
+        check_same_device(b=b, bias=bias)
+    check_same_device(b=b, b_absmax=b_absmax)
+
+
 _quantize = torch.library.custom_op("trimtab::quantize_int8", mutates_args=())(quantize_reference)
 _quantize_both = torch.library.custom_op("trimtab::quantize_both_layouts", mutates_args=())(both_layouts_reference)
 _matmul = torch.library.custom_op("trimtab::int8_matmul", mutates_args=())(matmul_reference)
+_linear = torch.library.custom_op("trimtab::int8_linear", mutates_args=())(linear_of_ops)
 
 
 @_quantize.register_fake
@@ -181,6 +213,11 @@ def _(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | N
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
+@_linear.register_fake
+def _(x: Tensor, b: Tensor, b_absmax: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], b.shape[1])
+
+
 # --- Kernels
 
 
@@ -195,29 +232,57 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return codes, absmax
 
 
+def _quantize_plain(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The op. Plain tensors on a CPU go past PyTorch's dispatcher, which takes longer than a kernel on few values."""
+    return quantize_native(x, dim) if backends.is_plain(x) else _quantize(x, dim)
+
+
 def matmul_cpu(
     a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """oneDNN's product and our rescale, or both in one kernel of ours, or the reference."""
+    """A kernel of ours, or oneDNN's product and our rescale, or the reference."""
     product, _ = backends.int8_product()
     if product == "reference" or 0 in (*a.shape, *b.shape):
         return matmul_reference(a, b, a_absmax, b_absmax, bias, dtype)
+    if product == "native":
+        return _matmul_native(a, b, a_absmax, b_absmax, bias, dtype)
+    total = _int_mm(a, b)
     if backends.native is None:
-        return rescale_reference(_int_mm(a, b), a_absmax, b_absmax, bias, dtype)
-    row, column = a_absmax / 127, b_absmax / 127
+        return rescale_reference(total, a_absmax, b_absmax, bias, dtype)
     bias = None if bias is None else bias.float()
-    out = backends.empty((a.shape[0], b.shape[1]), dtype)
-    scales = (row.data_ptr(), row.dim() == 0, column.data_ptr(), column.dim() == 0)
-    last = (0 if bias is None else bias.data_ptr(), out.data_ptr(), backends.DTYPE_CODES[dtype])
-    rest = (*scales, *last, torch.get_num_threads())
-    if product == "onednn":
-        total = _int_mm(a, b)
-        backends.native.rescale(total.data_ptr(), *total.shape, *rest)
-    else:
-        plain = a.is_contiguous(), b.is_contiguous()
-        sizes = (a.shape[1], a.shape[0], b.shape[1])
-        backends.native.matmul(a.data_ptr(), not plain[0], b.data_ptr(), not plain[1], *sizes, *rest)
+    out, rest = _rescale_arguments(total.shape, a_absmax, b_absmax, bias, dtype)
+    backends.native.rescale(total.data_ptr(), *total.shape, *rest)
     return out
+
+
+def linear_cpu(x: Tensor, b: Tensor, b_absmax: Tensor, bias: Tensor | None) -> Tensor:
+    """One kernel where the product is ours."""
+    if backends.int8_product()[0] == "native" and 0 not in (*x.shape, *b.shape):
+        return _matmul_native(x, b, None, b_absmax, bias, x.dtype)
+    return linear_of_ops(x, b, b_absmax, bias)
+
+
+def _matmul_native(
+    a: Tensor, b: Tensor, a_absmax: Tensor | None, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`a` is codes, or values where there is no `a_absmax`."""
+    assert backends.native is not None
+    bias = None if bias is None else bias.float()
+    out, rest = _rescale_arguments((a.shape[0], b.shape[1]), a_absmax, b_absmax, bias, dtype)
+    left = (a.data_ptr(), backends.DTYPE_CODES.get(a.dtype, 0), not a.is_contiguous())
+    backends.native.matmul(*left, b.data_ptr(), not b.is_contiguous(), a.shape[1], *out.shape, *rest)
+    return out
+
+
+def _rescale_arguments(
+    shape: Sequence[int], a_absmax: Tensor | None, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, tuple[int, ...]]:
+    """A tensor for the result, and the last arguments of the kernels."""
+    out = backends.empty(shape, dtype)
+    row = (0, False) if a_absmax is None else (a_absmax.data_ptr(), a_absmax.dim() == 0)
+    column = (b_absmax.data_ptr(), b_absmax.dim() == 0)
+    last = (0 if bias is None else bias.data_ptr(), out.data_ptr(), backends.DTYPE_CODES[dtype])
+    return out, (*row, *column, *last, torch.get_num_threads())
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -232,6 +297,7 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 if backends.native is not None:
     _quantize.register_kernel("cpu")(quantize_native)
 _matmul.register_kernel("cpu")(matmul_cpu)
+_linear.register_kernel("cpu")(linear_cpu)
 
 if backends.triton_missing is None:
     from trimtab.ops import int8_triton

@@ -3,6 +3,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#ifdef TRIMTAB_X86
+#include <cpuid.h>
+#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -31,6 +34,17 @@ LEVEL(baseline)
 LEVEL(avx2)
 LEVEL(avx512)
 #endif
+// The int8 product, compiled for the VNNI of each level.
+#ifdef TRIMTAB_AVX512_VNNI
+namespace avx512vnni {
+void matmul(const Matmul&);
+}
+#endif
+#ifdef TRIMTAB_AVX_VNNI
+namespace avxvnni {
+void matmul(const Matmul&);
+}
+#endif
 
 namespace {
 
@@ -58,6 +72,25 @@ void set_level(const std::string& name) {
       return;
     }
   throw std::invalid_argument("this CPU or this build has no level " + name);
+}
+
+bool vnni_allowed = true;
+
+// The int8 product with VNNI for the active level, or null where it is not allowed or the CPU or the compiler lacks it.
+using Int8Product = void (*)(const Matmul&);
+Int8Product vnni_product() {
+#ifdef TRIMTAB_AVX512_VNNI
+  static const bool has512 = __builtin_cpu_supports("avx512vnni");
+  if (vnni_allowed && has512 && active == &avx512::kernels) return avx512vnni::matmul;
+#endif
+#ifdef TRIMTAB_AVX_VNNI
+  static const bool has256 = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1 << 4);
+  }();
+  if (vnni_allowed && has256 && active == &avx2::kernels) return avxvnni::matmul;
+#endif
+  return nullptr;
 }
 
 // --- Codebooks
@@ -192,11 +225,14 @@ void rescale(Address total, int64_t rows, int64_t columns, Address row, bool row
   active->rescale(rescale_of(total, rows, columns, row, row_is_scalar, column, column_is_scalar, bias, out, dtype, threads));
 }
 
-void matmul(Address a, bool a_transposed, Address b, bool b_transposed, int64_t inner, int64_t rows, int64_t columns,
-            Address row, bool row_is_scalar, Address column, bool column_is_scalar, Address bias, Address out, int dtype,
-            int threads) {
+// `row` is 0 where a holds values of `a_dtype` instead of codes.
+void matmul(Address a, int a_dtype, bool a_transposed, Address b, bool b_transposed, int64_t inner, int64_t rows,
+            int64_t columns, Address row, bool row_is_scalar, Address column, bool column_is_scalar, Address bias,
+            Address out, int dtype, int threads) {
   const Rescale r = rescale_of(0, rows, columns, row, row_is_scalar, column, column_is_scalar, bias, out, dtype, threads);
-  active->matmul({(const int8_t*)a, (const int8_t*)b, rows, inner, columns, a_transposed, b_transposed, r});
+  const Int8Product vnni = vnni_product();
+  (vnni ? vnni : active->matmul)(
+      {(const void*)a, (Dtype)a_dtype, (const int8_t*)b, rows, inner, columns, a_transposed, b_transposed, r});
 }
 
 void gelu(Address x, Address grad, Address out, int dtype, int64_t count, int threads) {
@@ -242,6 +278,8 @@ NB_MODULE(_native, m) {
   m.def("level", [] { return std::string(active->level); });
   m.def("set_level", &set_level);
   m.def("share_threads", &share_threads);
+  m.def("allow_vnni", [](bool allowed) { vnni_allowed = allowed; });
+  m.def("has_vnni", [] { return vnni_product() != nullptr; });
   m.def("has_matmul", [] { return active->matmul != nullptr; });
   m.def("has_closed_form", [](Address values, int count) { return recognise((const float*)values, count) != Codebook::any; });
   m.def("prefer_huge_pages", &prefer_huge_pages);

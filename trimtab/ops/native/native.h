@@ -76,7 +76,7 @@ struct QuantizeInt8 {
 struct Rescale {
   const int32_t* total;
   int64_t rows, columns;
-  const float *row, *column;  // scales, already divided by 127
+  const float *row, *column;  // absmax
   bool row_is_scalar, column_is_scalar;
   const float* bias;  // or null
   void* out;
@@ -85,9 +85,11 @@ struct Rescale {
 };
 
 struct Matmul {
-  const int8_t *a, *b;  // [rows, inner] and [inner, columns], each plain or transposed
+  const void* a;  // [rows, inner]: int8 codes, or values of `dtype` where the rescale has no row: quantized by row then
+  Dtype dtype;
+  const int8_t* b;  // [inner, columns]
   int64_t rows, inner, columns;
-  bool a_transposed, b_transposed;
+  bool a_transposed, b_transposed;  // codes only
   Rescale rescale;  // its total is not used: the sums never leave the registers
 };
 
@@ -145,7 +147,7 @@ struct Kernels {
   void (*product)(const Product&);
   void (*attend)(const Attend&);
   void (*score)(const Score&);
-  void (*matmul)(const Matmul&);  // null where this level has no integer dot product worth using
+  void (*matmul)(const Matmul&);  // with pairs of int16; null where this level has no such instruction
 };
 
 // fingerprint.cpp; the same at every level.

@@ -309,24 +309,12 @@ def step_unchecked(params: Tensors, *arguments: Any) -> None:
 
     For many small tensors PyTorch's dispatcher takes longer than the kernel, so plain tensors on a CPU do not use it.
     """
-    if _is_plain(params[0]):
+    if backends.is_plain(params[0]):
         step_native(params, *arguments)
     else:
         with torch._C._AutoDispatchBelowADInplaceOrView():
             _step(params, *arguments)
     torch.autograd.graph.increment_version(params)
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Whether nothing but the kernel wants to see the op: no compiler, no mode, no subclass."""
-    return (
-        backends.native is not None
-        and x.device.type == "cpu"
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-    )
 
 
 # --- Kernels
