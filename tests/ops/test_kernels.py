@@ -33,7 +33,7 @@ QUICK = (*NVIDIA, "gfx942")
 
 @cache
 def compiled(*options: str) -> dict[str, dict[str, Facts]]:
-    """All cases; those of `make test` for the targets of QUICK. Processes take turns: the second one finds the cache."""
+    """What `python -m bench.kernels` prints. Processes take turns: the second one finds the cache."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench.kernels", *options]
     with Path(tempfile.gettempdir(), "trimtab-kernels.lock").open("w") as file:

@@ -124,7 +124,7 @@ def quantize_reference(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def both_layouts_reference(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The definition: the codes of the whole tensor, and a transposed copy."""
     codes, absmax = quantize_reference(w.view(1, -1), 1)
-    return codes.view(w.shape), codes.view(w.shape).t().contiguous(), absmax.view(())
+    return codes.view(w.shape), codes.view(w.shape).t().clone(memory_format=torch.contiguous_format), absmax.view(())
 
 
 def matmul_reference(
@@ -196,7 +196,7 @@ def quantize_native(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 def both_layouts_native(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes, absmax = quantize_native(w.view(1, -1), 1)
-    return codes.view(w.shape), codes.view(w.shape).t().contiguous(), absmax.view(())
+    return codes.view(w.shape), codes.view(w.shape).t().clone(memory_format=torch.contiguous_format), absmax.view(())
 
 
 def matmul_cpu(
