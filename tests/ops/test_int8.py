@@ -282,3 +282,17 @@ one = torch.tensor(1.0)
 def test_bad_input_is_refused_with_what_would_work(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 0), (17, 70)])
+def test_both_layouts_are_the_tensorwise_codes_and_their_transpose(shape):
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes, codes_t, absmax = int8.quantize_both_layouts(w)
+    expected, scale = int8.quantize_tensorwise(w)
+    assert torch.equal(codes, expected)
+    assert torch.equal(codes_t, expected.t())
+    assert codes_t.is_contiguous()
+    assert torch.equal(absmax, scale)
+    torch.library.opcheck(torch.ops.trimtab.quantize_both_layouts, (w,))
+    with pytest.raises(ValueError, match="x must be a matrix"):
+        int8.quantize_both_layouts(w.view(-1))

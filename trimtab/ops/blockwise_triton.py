@@ -74,7 +74,7 @@ def dequantize_out(codes: Tensor, absmax: Tensor, codebook: Tensor, block: int, 
 # --- Shared with step/fused_triton.py, int8_triton.py and gelu_triton.py
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
     """Run a kernel on the device of its first tensor, without fusing a * b + c: that would round once less."""
     with torch.cuda.device_of(arguments[0]):
         kernel[grid](*arguments, **constants, enable_fp_fusion=False)

@@ -36,9 +36,11 @@ def _gelu_kernel(x_ptr, grad_ptr, out_ptr, count, BACKWARD: tl.constexpr, TILE: 
     # Comparisons are false for NaN, which passes. -Inf * 0 would be NaN.
     above = tl.where(x < -FAR, -FAR, x)
     x = tl.where(above > FAR, FAR, above)
-    wide = x.to(tl.float64 if x_ptr.dtype.element_ty == tl.float32 else tl.float32)
+    EXACT: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    INTEGERS: tl.constexpr = 1.5 * 2**52 if EXACT else 1.5 * 2**23  # here neighbouring numbers are 1 apart
+    wide = x.to(tl.float64 if EXACT else tl.float32)
     t = tl.abs(wide * (wide * wide * (CUBIC * LOG2E) + SLOPE * LOG2E))
-    n = tl.floor(t + 0.5)
+    n = (t + INTEGERS) - INTEGERS
     f = (t - n).to(tl.float32)
     p = tl.full(f.shape, 1.5345812e-4, tl.float32)
     p = p * f - 1.3399931e-3

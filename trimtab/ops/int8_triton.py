@@ -114,7 +114,11 @@ def _measure(x: Tensor, dim: int, codes: Tensor) -> tuple[Tensor, Callable[..., 
 def matmul(a: Tensor, b: Tensor, a_absmax: Tensor, b_absmax: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if a.shape[0] * b.shape[1] == 0:
         return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-    products = {"triton": multiply, "split": multiply_split, "cublas": multiply_cublas}
+    products: dict[str, Callable[..., Tensor]] = {
+        "triton": multiply,
+        "split": multiply_split,
+        "cublas": multiply_cublas,
+    }
     operands = (a, b, a_absmax, b_absmax, bias, dtype)
     runs = {name: partial(products[name], *operands) for name in candidates(a, b)}
     layout = (a.is_contiguous(), b.t().is_contiguous(), a_absmax.dim(), b_absmax.dim(), bias is None, dtype)
@@ -134,7 +138,7 @@ def candidates(a: Tensor, b: Tensor) -> list[str]:
     return names
 
 
-def choose(runs: Mapping[str, Callable[[], Any]], key: tuple[Any, ...], *, measurable: bool) -> str:
+def choose(runs: Mapping[str, Callable[[], object]], key: tuple[Any, ...], *, measurable: bool) -> str:
     """The name of the fastest, measured once per key. Where nothing may be measured, a known one or the first."""
     if key not in _fastest:
         if not measurable or len(runs) == 1:
@@ -153,8 +157,8 @@ def splits(a: Tensor, b: Tensor) -> int:
     """Into how many parts the inner dimension may be divided, where there are too few tiles for all processors."""
     if not a.is_cuda:
         return 1
-    tiles = triton.cdiv(a.shape[0], FIXED["M"]) * triton.cdiv(b.shape[1], FIXED["N"])
-    processors = torch.cuda.get_device_properties(a.device).multi_processor_count
+    tiles: int = triton.cdiv(a.shape[0], FIXED["M"]) * triton.cdiv(b.shape[1], FIXED["N"])
+    processors: int = torch.cuda.get_device_properties(a.device).multi_processor_count
     return max(1, min(processors // tiles, a.shape[1] // 1024, 16))
 
 
