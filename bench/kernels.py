@@ -236,6 +236,9 @@ def _odd() -> Iterator[Case]:
         "step, long quadratic blocks": lambda: fused_triton.step(
             *step_arguments("ademamix", "quadratic", torch.float32, 2**20, 4096)
         ),
+        "step, addresses in a graph": lambda: fused_triton.write_lines(
+            empty(1, 12, dtype=torch.int64), [[2**40] * 8 + [2**32, 0, 1, 0]]
+        ),
         "step, blocks of 33": lambda: fused_triton.step(*step_arguments("lion", "codebook", torch.float32, 9001, 33)),
     }
     for name, run in runs.items():

@@ -101,6 +101,8 @@ class _Indexing(TorchFunctionMode):
             self._watcher.wait("the shape of nonzero depends on values")
         if function is Tensor.__invert__:
             return torch.bitwise_not(*args)
+        if function is Tensor.contiguous and is_on_gpu(args[0]) and not args[0].is_contiguous():
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device)
         if function is Tensor.copy_ and is_on_gpu(args[0]):
             return self._copy(*args, **kwargs)
         return function(*args, **kwargs)

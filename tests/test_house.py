@@ -20,7 +20,7 @@ PACKAGE = ROOT / "trimtab"
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"recipes"}
 # The rooms that each room may import, besides itself, `hints` and `screen`.
 ALLOWED = {
-    "cli": {"lab", "train", "recipes", "watch", "nn", "ops", "runs", "analysis", "report", "schedule"},
+    "cli": {"lab", "train", "recipes", "watch", "nn", "optim", "ops", "runs", "analysis", "report", "schedule"},
     "lab": {"train", "recipes", "analysis", "report", "runs", "data"},
     "report": {"analysis", "runs"},
     "analysis": {"runs"},

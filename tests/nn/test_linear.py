@@ -580,7 +580,7 @@ def test_state_dicts_are_those_of_nn_linear_and_copies_start_clean():
 
 
 def test_small_calls_stay_in_float_where_that_is_faster_and_the_layer_says_so(monkeypatch):
-    monkeypatch.setattr("trimtab.nn.linear.int8_from", lambda n_in, n_out: 256)
+    monkeypatch.setattr("trimtab.nn.linear.int8_from", lambda *_: 256)
     module = SwitchBackLinear(512, 256, when="faster")
     assert f"in float below {module.int8_from} tokens" in repr(module)
     x = torch.randn(256, 512, generator=seed(1))
@@ -588,7 +588,7 @@ def test_small_calls_stay_in_float_where_that_is_faster_and_the_layer_says_so(mo
     exact.load_state_dict(module.state_dict())
     assert torch.equal(module(x[1:]), exact(x[1:]))
     assert not torch.equal(module(x), exact(x))
-    monkeypatch.setattr("trimtab.nn.linear.int8_from", lambda n_in, n_out: tuning.NEVER)
+    monkeypatch.setattr("trimtab.nn.linear.int8_from", lambda *_: tuning.NEVER)
     assert module.int8_from == 256  # a layer asks once
     assert "too small for int8 to be faster" in repr(SwitchBackLinear(64, 64, when="faster"))
 

@@ -19,6 +19,7 @@ from tests.optim.cases import (
     small_model,
     snapshot,
 )
+from tests.processes import on_two_processes
 from trimtab import optim
 from trimtab.optim.memory import release
 
@@ -287,6 +288,16 @@ def test_what_needs_all_gradients_at_once_is_refused_with_the_remedy():
         optimizer.step_in_backward(net)
     watch.close()
     optimizer.step_in_backward(net)
+
+
+@on_two_processes
+def test_several_processes_are_refused_because_gradients_are_averaged_later():
+    net = small_model()
+    optimizer = make("AdamW", net.parameters())
+    with pytest.raises(ValueError, match="there are 2 processes, and gradients are averaged over them only after"):
+        optimizer.step_in_backward(net)
+    with pytest.raises(ValueError, match="there are 2 processes"):
+        optimizer.step_in_backward(nn.parallel.DistributedDataParallel(net))
 
 
 def test_a_grad_scaler_is_refused_at_its_first_step():

@@ -238,6 +238,22 @@ def _layers(device: torch.device) -> Wrong:
                 for what, error in _layer_errors(kind, n_in, n_out, tokens, dtype, device):
                     if not error < limit:
                         yield f"{what} of {kind}, {n_in} x {n_out}, {dtype}: off by {error:.2g}"
+        yield from _frozen(kind, device)
+
+
+def _frozen(kind: Any, device: torch.device) -> Wrong:
+    """Frozen codes give the same result, until the weight changes."""
+    layer = SwitchBackLinear(96, 48, device=device, kind=kind).eval()
+    x = _gaussian(5 * 96, device, seed=1).view(5, 96)
+    with torch.no_grad():
+        plain = layer(x)
+        layer.freeze()
+        if not torch.equal(layer(x), plain):
+            yield f"{kind} after freeze()"
+        layer.weight.mul_(2)
+        layer.bias.mul_(2)  # type: ignore[union-attr]
+        if not torch.allclose(layer(x), 2 * plain, rtol=1e-5):
+            yield f"{kind}: a changed weight after freeze() is not noticed"
 
 
 def _layer_errors(

@@ -185,9 +185,13 @@ def _upload(lines: list[list[int]], device: torch.device) -> Tensor:
         return torch.tensor(lines, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
     # A graph repeats kernels with their arguments, but would copy host memory that has other contents by then.
     table = torch.empty(len(lines), COLUMNS.value, dtype=torch.int64, device=device)
+    write_lines(table, lines)
+    return table
+
+
+def write_lines(table: Tensor, lines: list[list[int]]) -> None:
     for i, line in enumerate(lines):
         launch(_line_kernel, (1,), table[i], *line)
-    return table
 
 
 def _is_captured(device: torch.device) -> bool:
