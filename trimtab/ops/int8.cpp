@@ -327,6 +327,22 @@ INLINE void tile(const Code* a, int64_t stride, const int32_t* b, int64_t groups
     if (i < count) put(i, sums[i]);
 }
 
+// Kept between calls by the calling thread: megabytes that come and go between tensors would fragment the heap.
+struct Scratch {
+  char* memory = nullptr;
+  int64_t size = 0;
+  ~Scratch() { free(memory); }
+  char* at_least(int64_t bytes) {
+    if (bytes > size) {
+      free(memory);
+      memory = nullptr, size = 0;
+      memory = (char*)allocate(bytes);
+      size = bytes;
+    }
+    return memory;
+  }
+};
+
 // Parallel over panels of b, then over blocks of a; over panels too if there are fewer blocks than threads.
 void matmul(const Matmul& m) {
   const Rescale& r = m.rescale;
@@ -341,7 +357,8 @@ void matmul(const Matmul& m) {
   const int64_t high = tasks_for(tasks_for(m.rows, each), TILE_ROWS) * TILE_ROWS;
   const int64_t blocks = tasks_for(m.rows, high), parts = blocks < r.threads ? smaller(r.threads, panels) : 1;
   const int64_t block_bytes = high * stride * sizeof(Code), worker_bytes = block_bytes + 4 * (high + stride);
-  char* memory = (char*)allocate(panels * panel_size * 4 + 64 + r.threads * worker_bytes);
+  static thread_local Scratch scratch_of_thread;
+  char* memory = scratch_of_thread.at_least(panels * panel_size * 4 + 64 + r.threads * worker_bytes);
   int32_t* packed = (int32_t*)memory;
   parallel(panels, r.threads, [&](int64_t panel, int) { pack_panel(m, panel * TILE_COLUMNS, packed + panel * panel_size); });
   parallel(blocks * parts, r.threads, [&](int64_t task, int worker) {
@@ -372,7 +389,6 @@ void matmul(const Matmul& m) {
       }
     }
   });
-  free(memory);
 }
 #endif
 
