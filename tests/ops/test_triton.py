@@ -361,6 +361,18 @@ def test_the_fastest_product_is_measured_once_and_never_during_a_capture(monkeyp
     )  # a shape that it refuses
 
 
+def test_a_graph_gets_the_tile_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(int8_triton, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(int8_triton, "_tuned", set())
+    a = torch.zeros(20, 32, dtype=torch.int8)
+    for measurable in (False, True, False):
+        monkeypatch.setattr(int8_triton, "can_measure", lambda x, measurable=measurable: measurable)
+        int8_triton.multiply(a, a.t(), torch.ones(20), torch.ones(()), None, torch.float32)
+    tuned = int8_triton._tuned_kernel
+    assert launched == [int8_triton._matmul_kernel, tuned, tuned]
+
+
 def test_a_product_that_is_refused_or_wrong_is_not_used() -> None:
     def refuse() -> None:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
