@@ -160,8 +160,8 @@ def _load_books(name: Name, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=256)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once, and on the device: to copy them there, the host would have to wait."""
-    return torch.stack([torch.full((), number, device=device) for number in numbers])
+    """Copied once: a copy would make every step wait."""
+    return torch.tensor(numbers, device=device)
 
 
 def new_moment(
