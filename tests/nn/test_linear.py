@@ -524,6 +524,7 @@ def test_products_of_float8_codes_agree_with_the_simulation(kind, dtype, monkeyp
     # In bfloat16 the simulation rounds its operands once more.
     limit = 1e-6 if dtype == torch.float32 else 5e-3
     assert all(relative(got, want) < limit for got, want in zip(run(module, x, g), expected, strict=True))
+    assert [x.shape for x in run(module, x[:0], g[:0])[:2]] == [(0, 48), (0, 96)]
     odd = layer(7, 5, kind=kind)  # sizes that `torch._scaled_mm` refuses
     assert odd.products.quantize_weight(odd.weight)[0].dtype == torch.float32
 

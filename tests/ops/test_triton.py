@@ -345,12 +345,12 @@ def test_the_fastest_product_is_measured_once_and_never_during_a_capture(monkeyp
     timed: list[str] = []
 
     def time_it(run: Any, **_: Any) -> float:
-        timed.append(run())
+        timed.append(next(name for name, known in runs.items() if known is run))
         return {"triton": 2.0, "cublas": 1.0, "split": 3.0}[timed[-1]]
 
     monkeypatch.setattr(triton.testing, "do_bench", time_it)
     monkeypatch.setattr(int8_triton, "_fastest", {})
-    runs = {name: lambda name=name: name for name in ("triton", "cublas", "split")}
+    runs = {name: lambda name=name: torch.ones(2) for name in ("triton", "cublas", "split")}
     assert int8_triton.choose(runs, (8, 8), measurable=False) == "triton"
     assert timed == []
     assert [int8_triton.choose(runs, (8, 8), measurable=True) for _ in range(2)] == ["cublas", "cublas"]
@@ -359,6 +359,28 @@ def test_the_fastest_product_is_measured_once_and_never_during_a_capture(monkeyp
     assert (
         int8_triton.choose({"triton": runs["triton"]}, (8, 8), measurable=True) == "triton"
     )  # a shape that it refuses
+
+
+def test_a_graph_gets_the_tile_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(int8_triton, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(int8_triton, "_tuned", set())
+    a = torch.zeros(20, 32, dtype=torch.int8)
+    for measurable in (False, True, False):
+        monkeypatch.setattr(int8_triton, "can_measure", lambda x, measurable=measurable: measurable)
+        int8_triton.multiply(a, a.t(), torch.ones(20), torch.ones(()), None, torch.float32)
+    tuned = int8_triton._tuned_kernel
+    assert launched == [int8_triton._matmul_kernel, tuned, tuned]
+
+
+def test_a_product_that_is_refused_or_wrong_is_not_used() -> None:
+    def refuse() -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    right = lambda: torch.tensor([1.0, torch.nan])  # noqa: E731
+    runs: dict[str, Any] = {"triton": right, "cublas": refuse, "split": right}
+    assert list(int8_triton.usable(runs)) == ["triton", "split"]
+    assert list(int8_triton.usable(runs | {"cublas": lambda: torch.ones(2)})) == ["triton", "split"]
 
 
 def test_cublas_is_offered_only_the_shapes_that_it_takes() -> None:

@@ -62,13 +62,14 @@ def test_bfloat16_parameters_do_not_wait_either(name, rounding):
             optimizer.step()
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("name", "bits"), [case for case in CASES if case[1] == 32])
-def test_a_learning_rate_may_be_a_tensor_of_either_device(name, bits, device, monkeypatch):
+def test_a_learning_rate_may_be_a_tensor_of_either_device(name, bits, device, shape, monkeypatch):
     monkeypatch.setattr(options, "check_lr", lambda lr: None)  # reads the value, which a fake tensor does not have
     with fake_gpu() as gpu:
         optimizer = build(name, bits)
-        optimizer.param_groups[0]["lr"] = torch.ones((), device=device)
+        optimizer.param_groups[0]["lr"] = torch.ones(shape, device=device)
         optimizer.step()
         with gpu.no_waits():
             optimizer.step()

@@ -210,6 +210,49 @@ def test_on_a_gpu_only_copies_are_given_to_the_kernel(name, bits, monkeypatch):
             assert {optimizer.state[p][key].device.type for key in keys} == {"cpu"}
 
 
+@pytest.mark.parametrize("rounding", ["kahan", "split"])
+def test_what_rounding_keeps_is_copied_also_without_moments(rounding):
+    with fake_gpu():
+        p = nn.Parameter(torch.zeros(65, 67, device="cuda", dtype=BFLOAT16))
+        p.grad = torch.ones_like(p)
+        optim.SGD([p], lr=0.1, rounding=rounding, offload="cpu").step()
+
+
+def test_host_memory_is_unlocked_when_nothing_uses_it(monkeypatch):
+    """Else its pages stay, and the next optimizer at the same address is refused."""
+    calls: list[str] = []
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(f"lock {address}")
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(f"unlock {address}")
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    p, state = nn.Parameter(torch.zeros(100)), {"exp_avg": torch.ones(100)}
+    Offloaded(None, "AdamW", [(p, Piece("p", "exp_avg", torch.float32, 100))]).settle(p, state)
+    gc.collect()
+    assert [call.split()[0] for call in calls] == ["lock"]  # the state is in it
+    state.clear()
+    gc.collect()
+    assert calls == [calls[0], f"un{calls[0]}"]
+
+
+def test_a_capture_in_a_graph_is_refused(monkeypatch):
+    with fake_gpu():
+        p = nn.Parameter(torch.zeros(65, 67, device="cuda"))
+        p.grad = torch.ones_like(p)
+        optimizer = optim.AdamW([p], offload="cpu")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+            optimizer.step()
+
+
 # --- Errors before anything changes
 
 

@@ -293,6 +293,7 @@ def _graph(device: torch.device) -> Wrong:
             eager, captured = _pair(device)
             one, two = (kind(p, lr=1e-2, bits=bits, min_8bit_size=1) for p in (eager, captured))
             side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 two.step()  # makes the state
             torch.cuda.current_stream().wait_stream(side)

@@ -56,15 +56,16 @@ class SwitchBack:
     by_row: tuple[str, ...] = ("input", "grad")  # operands with one scale per row; the others have one per tensor
 
     def quantize_weight(self, w: Tensor) -> Tensors:
-        """Codes [out, in] for the forward product, their scale, and codes for the backward product.
+        """Codes [out, in] for the forward product, their scale, and on a GPU codes [out, in] for the backward product.
 
-        On a GPU the inner dimension of either product is contiguous; on a CPU both are the same codes.
+        On a GPU the inner dimension of either product is contiguous. On a CPU both products use the first codes; they
+        are returned once, because torch.compile refuses an autograd function that gets a tensor twice.
         """
         plain = w.is_contiguous()
         if w.device.type == "cpu" and not backends.interpreted:
             codes, absmax = quantize_tensorwise(w if plain else w.t())
             codes = codes if plain else codes.t()
-            return codes, absmax, codes
+            return codes, absmax
         codes, transposed, absmax = quantize_both_layouts(w if plain else w.t())
         return (codes, absmax, transposed.t()) if plain else (transposed, absmax, codes.t())
 
@@ -73,7 +74,7 @@ class SwitchBack:
         return int8_linear(x, weight[0].t(), weight[1], bias), (x,)
 
     def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
-        return int8_linear(g, weight[2], weight[1])
+        return int8_linear(g, weight[2] if len(weight) > 2 else weight[0], weight[1])
 
     def grad_weight(self, g: Tensor, kept: Tensors) -> Tensor:
         return product_tn(g, kept[0])

@@ -171,6 +171,8 @@ class _Quantized(nn.Module):
         if torch.compiler.is_compiling():
             return self.products.quantize_weight(w)
         trains = self.training or (torch.is_grad_enabled() and self.weight.requires_grad)
+        if trains and w.device.type != "cpu":
+            self._frozen = None  # FSDP2 gathers a trained weight at the same address, with the same version
         if self._frozen is not None and not trains:
             mark, codes = self._frozen
             if mark == self._quick_mark():

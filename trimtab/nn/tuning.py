@@ -106,12 +106,12 @@ def _choose(times: Times) -> int:
 @torch.no_grad()
 def _time_shape(n_in: int, n_out: int, device: torch.device, dtype: torch.dtype) -> tuple[Times, float]:
     """Also the smallest share of the CPU time that the process could have had."""
-    generator = torch.Generator().manual_seed(0)  # the random numbers of a run must not change
+    generator = torch.Generator(device).manual_seed(0)  # the random numbers of a run must not change
     on_cpu = device.type == "cpu"
     usual, largest = (TOKENS, LARGEST) if on_cpu else (GPU_TOKENS, GPU_LARGEST)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
     w, times, share = draw(n_out, n_in), Times(), 1.0
     fits = [tokens for tokens in usual if tokens * n_in * n_out <= largest] or [usual[-1]]

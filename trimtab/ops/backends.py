@@ -106,7 +106,8 @@ def served() -> list[Served]:
         rows.append(Served(op, "cpu", backend, reason))
         if torch.cuda.is_available():
             on_gpu: Backend = "triton" if triton_missing is None and "triton" in kernels else "reference"
-            rows.append(Served(op, "cuda", on_gpu, triton_missing or "Triton kernels"))
+            why = "Triton kernels" if "triton" in kernels else "there is no kernel for GPUs: PyTorch operations"
+            rows.append(Served(op, "cuda", on_gpu, triton_missing or why))
         elif (other := _other_device()) is not None:
             rows.append(Served(op, other, "reference", f"there are no kernels for {other}: PyTorch operations"))
     return rows

@@ -53,7 +53,9 @@ def _check(x: Tensor, format: Format) -> torch.dtype:
 def cast_float8(x: Tensor, format: Format, *, by_row: bool) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, and the float32 scales they are multiplied by: [rows, 1], or [1, 1] for the whole matrix."""
     dtype = _check(x, format)
-    absmax = x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax().view(1, 1)
+    absmax = (
+        x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    )
     codes, factor, power = _cast(x, absmax.float(), dtype)
     return codes, torch.where(absmax.isfinite(), factor / power, torch.nan)
 
@@ -64,6 +66,8 @@ def float8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype:
     K and N must be multiples of MULTIPLE. With one scale per row PyTorch returns bfloat16 only; for other dtypes, rows
     are scaled here.
     """
+    if len(a) == 0:
+        return a_scale.new_empty(0, len(b), dtype=dtype)
     by_row = a_scale.numel() > 1
     if by_row and dtype == torch.bfloat16:
         columns = b_scale.expand(1, len(b)).contiguous()

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from trimtab.ops.sharding import is_sharded
-from trimtab.ops.step.rules import exact, independent_decay
+from trimtab.ops.step.rules import exact, independent_decay, scalar
 from trimtab.optim.optimizer import HOST, Batch, Optimizer, Options
 from trimtab.optim.options import LARGEST
 
@@ -70,7 +70,7 @@ class _Factored(Optimizer):
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
         independent = independent_decay(group)
-        shrink = 1 - group["lr"] * group["weight_decay"] if independent is None else independent
+        shrink = 1 - scalar(group["lr"]) * group["weight_decay"] if independent is None else independent
         numbers = zip(rows[:, 0].unbind(), batch.steps.double().unbind(), strict=True)
         for p, state, (scale, t) in zip(batch.owners, batch.kept, numbers, strict=True):
             if p.numel() == 0:
@@ -205,7 +205,7 @@ class AdafactorMomentum(_Factored):
             # Divide first: the product of two tiny averages would be zero, and the update NaN.
             v = (row / row.mean(-1, keepdim=True))[..., :, None] * col[..., None, :]
         m = state["exp_avg"].lerp_(_clip(g / v.sqrt(), group["clip_threshold"]), 1 - beta1)
-        change: Tensor = group["lr"] * m
+        change: Tensor = scalar(group["lr"]) * m
         return change
 
 

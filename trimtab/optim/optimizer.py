@@ -245,6 +245,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, batches: list[Batch], clip: Tensor | float = 1.0) -> None:
         """Step these tensors. `clip` is a factor on the gradients."""
+        if self._on_host and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a step with offload waits for its copies, so it cannot be captured in a CUDA graph; call step() "
+                "outside the graph, or leave offload out"
+            )
         for batch in batches:
             batch.grad_scale = clip * (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
         self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
@@ -256,8 +261,11 @@ class Optimizer(torch.optim.Optimizer):
                 self._apply(batch, rows)
             self._count(batch, rows)
         if self._on_host:  # whoever reads the state next finds this step's
-            for device in {p.device for batch in batches for p in batch.params if p.device.type == "cuda"}:
-                torch.cuda.current_stream(device).synchronize()
+            for device in {p.device for batch in batches for p in batch.params if p.device != HOST}:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+                else:
+                    torch.get_device_module(device).synchronize()
 
     def _gather(self, listed: Listed, part: int = -1) -> list[Batch]:
         batches: dict[Key, Batch] = {}

@@ -17,6 +17,7 @@ in float32, and the programs' results are added in float64, always in the same o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -182,11 +183,19 @@ def _upload(lines: list[list[int]], device: torch.device) -> Tensor:
     """The table on the device, without waiting for it."""
     if not _is_captured(device):
         pinned = device.type == "cuda"  # a copy from other memory would wait
+        if pinned:
+            _load_line_kernel(device)
         return torch.tensor(lines, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
     # A graph repeats kernels with their arguments, but would copy host memory that has other contents by then.
     table = torch.empty(len(lines), COLUMNS.value, dtype=torch.int64, device=device)
     write_lines(table, lines)
     return table
+
+
+@cache
+def _load_line_kernel(device: torch.device) -> None:
+    """It runs in graphs only, and while one is captured CUDA refuses to load a kernel: loaded by the steps before."""
+    write_lines(torch.empty(1, COLUMNS.value, dtype=torch.int64, device=device), [[0] * COLUMNS.value])
 
 
 def write_lines(table: Tensor, lines: list[list[int]]) -> None:

@@ -130,7 +130,12 @@ def rows(steps: Tensor, **columns: Number) -> Tensor:
 
 def exact(x: Number) -> Number:
     """A tensor in float64: a bfloat16 learning rate would round 1 - lr * weight_decay to 1."""
-    return x.to(home_of_numbers(x.device)).double() if isinstance(x, Tensor) else x
+    return scalar(x).to(home_of_numbers(x.device)).double() if isinstance(x, Tensor) else x
+
+
+def scalar(x: Any) -> Any:
+    """A tensor of shape (1,) as one of shape (): only that may be on the CPU where the others are on a GPU."""
+    return x.reshape(()) if isinstance(x, Tensor) else x
 
 
 def adam_averages(betas: Sequence[Number], t: Tensor, beta2_power: float | None = None) -> dict[str, Number]:
@@ -158,7 +163,7 @@ def independent_decay(group: Mapping[str, Any]) -> Number | None:
         return None
     if group["lr_max"] is None:
         raise ValueError("independent_decay was switched on without lr_max; set the group's lr_max too")
-    factor: Number = 1 - group["weight_decay"] * group["lr"] / group["lr_max"]
+    factor: Number = 1 - group["weight_decay"] * scalar(group["lr"]) / group["lr_max"]
     return factor
 
 

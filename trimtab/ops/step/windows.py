@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trimtab.ops.step.storage import Batch
 
 WINDOW = 1 << 24
+SHAPED = ("compensation", "extra_bits")  # what rounding keeps, also without moments
 
 
 class Staged(dict[str, Any]):
@@ -67,10 +68,12 @@ class Window:
 
 
 def is_away(batch: "Batch") -> bool:
-    """Whether a kernel cannot read the moments where they are."""
-    if not batch.names or not batch.params or isinstance(batch.kept[0], Staged):
+    """Whether a kernel cannot read the state where it is."""
+    if not batch.params or isinstance(batch.kept[0], Staged):
         return False
-    return bool(batch.kept[0][batch.storage.keys(batch.names[0])[0]].device != batch.params[0].device)
+    keys = batch.storage.keys(batch.names[0])[:1] if batch.names else SHAPED
+    found = next((state[key] for state in batch.kept for key in keys if key in state), None)
+    return found is not None and bool(found.device != batch.params[0].device)
 
 
 def cut(batch: "Batch") -> Iterator[Window]:

@@ -17,6 +17,7 @@ parameters on a GPU to the device and back, window by window (trimtab/ops/step/w
 import json
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,13 +151,27 @@ def _allocate(path: Path, size: int) -> mmap.mmap:
         os.close(file)
 
 
+class _Memory(mmap.mmap):
+    """Host memory that CUDA unlocks before it is returned to the system.
+
+    If CUDA still had it locked, its pages would not be freed, and the next mapping at this address could not be locked.
+    """
+
+    locked: tuple[int, int] | None = None  # the address, and the process: a fork has the object, but not the lock
+
+    def __del__(self) -> None:
+        if self.locked is not None and self.locked[1] == os.getpid() and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.locked[0])
+
+
 def _allocate_locked(size: int) -> mmap.mmap:
     """Memory that the GPU's copy engine can read directly."""
-    memory = mmap.mmap(-1, size)
+    memory = _Memory(-1, size)
     if torch.cuda.is_available():
         # Not pin_memory: its allocator rounds up to a power of two.
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        memory.locked = None if int(status) else (address, os.getpid())
         if int(status) != 0:
             raise MemoryError(
                 f"cannot lock {size:,} bytes of host memory for optimizer state (CUDA error {int(status)}); raise the "
