@@ -1,6 +1,6 @@
 """Linear layers with matrix products in int8 or float8. Replace nn.Linear and have the same state dict.
 
-    forward     X, W --quantize--> int8 product --rescale, bias--> Y            W is quantized once per step
+    forward     X, W --quantize--> int8 product --rescale, bias--> Y            W: once per step on a CPU
     backward    G --quantize--> int8 product with the same codes --rescale--> dX;       dW = G^T X, not quantized
 
 Gradients are those of the plain product at the rounded operands (straight-through). See kinds.py for the rounding of

@@ -95,7 +95,7 @@ def served() -> list[Served]:
     for op, kernels in OPS.items():
         backend: Backend = "native" if native is not None and "native" in kernels else "reference"
         reason = f"{native.level()} kernels" if native is not None else str(native_missing)
-        if op in _INT8[1:]:
+        if op in _INT8[2:]:
             backend, reason = int8_product()
         if op == "product":
             backend, reason = float_product()

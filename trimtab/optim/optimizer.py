@@ -456,7 +456,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _apply(self, batch: Batch, rows: Tensor) -> None:
         group = batch.group
-        fused = group["rounding"] == "nearest" or (group["rounding"] == "split" and rows.device.type == "cpu")
+        fused = group["rounding"] == "nearest" or (
+            group["rounding"] == "split" and rows.device.type == "cpu" and not batch.starts
+        )
         careful = not fused and any(p.dtype != torch.float32 for p in batch.params)
         if group["skip_zeros"] or careful or not batch.names:
             step_in_chunks(batch, rows)

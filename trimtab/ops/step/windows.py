@@ -4,8 +4,8 @@
         kernel(window.batch, window.rows(rows))          the first access to a moment copies it to the device
         window.write_back()                              only after a step
 
-All copies are on the current stream, in order with the kernels, and do not wait. What reads host memory afterwards must
-wait for the stream.
+All copies are on the current stream, in order with the kernels, and do not wait. The optimizer waits for the stream at
+the end of the step, so that the state in host memory can be read then.
 """
 
 from collections.abc import Callable, Iterator
