@@ -174,8 +174,8 @@ def _allocate_locked(size: int) -> mmap.mmap:
         memory.locked = None if int(status) else (address, os.getpid())
         if int(status) != 0:
             raise MemoryError(
-                f"cannot lock {size:,} bytes of host memory for optimizer state (CUDA error {int(status)}); raise the "
-                "limit (ulimit -l), or pass a folder to keep the state in a memory-mapped file (offload=...)"
+                f"cannot lock {size:,} bytes of host memory for optimizer state (CUDA error {int(status)}); pass a "
+                "folder to keep the state in a memory-mapped file, which is not locked (offload=...)"
             )
     return memory
 
