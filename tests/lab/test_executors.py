@@ -132,7 +132,9 @@ def test_a_lost_worker_is_named_with_its_signal(folder):
     executor = LocalExecutor(1)
     executor.submit(make_job(folder, "killed", steps=1_000_000))
     wait_for(lambda: count_steps(folder / "killed") > 3)
-    os.kill(executor.running["killed"].process.pid or 0, signal.SIGKILL)
+    pid = executor.running["killed"].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     assert wait_long(executor) == Outcome("killed", "lost", "the worker was ended by SIGKILL (out of memory?)")
     assert executor.wait(0) == []
 
