@@ -22,6 +22,7 @@ from torch import Tensor
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.sharding import home_of_numbers, is_sharded, local, shard_like, wrap_like
 from trimtab.ops.step import RULES
+from trimtab.ops.step.split import KEPT
 from trimtab.ops.step.storage import Storage, decode, encode
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ UNFLATTENED = (
 )
 PACKING = 3  # the version of the codes in packed state
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_SHAPED = ("compensation", "extra_bits")  # like the parameter
+_SHAPED = tuple(KEPT.values())  # like the parameter
 _EXTRAS = ("skipped", "grad_norms", *_SHAPED)  # optional state besides step and moments
 
 

@@ -7,7 +7,7 @@
     apply       the fused kernel, once per batch
 
 An optimizer is a subclass with a `rule`, the names of its `moments`, and `rows`; two-pass ones also have `measure`.
-A step never waits for the device.
+A step never waits for the device, except for the copies of offloaded state.
 """
 
 import warnings
@@ -33,9 +33,9 @@ from trimtab.ops.sharding import (
 )
 from trimtab.ops.step import RULES, gradient_norms_unchecked, step_unchecked
 from trimtab.ops.step.rules import DECAY, independent_decay
-from trimtab.ops.step.split import join
+from trimtab.ops.step.split import KEPT, join
 from trimtab.ops.step.storage import Batch, Storage, new_moment
-from trimtab.ops.step.windows import cut, is_away
+from trimtab.ops.step.windows import check_not_captured, cut, is_away, wait_for_copies
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
@@ -52,7 +52,6 @@ Key = tuple[
 Listed = Iterable[tuple[int, int, dict[str, Any], Tensor]]  # indices of parameter and group, the group, the parameter
 HOST = torch.device("cpu")
 RING = 100  # gradient norms that percentile clipping keeps
-KEPT = {"kahan": "compensation", "split": "extra_bits"}  # state of a way of rounding
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -245,11 +244,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, batches: list[Batch], clip: Tensor | float = 1.0) -> None:
         """Step these tensors. `clip` is a factor on the gradients."""
-        if self._on_host and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a step with offload waits for its copies, so it cannot be captured in a CUDA graph; call step() "
-                "outside the graph, or leave offload out"
-            )
+        if self._on_host:
+            check_not_captured()
         for batch in batches:
             batch.grad_scale = clip * (-1.0 if batch.group["maximize"] else 1.0) / batch.group["loss_scale"]
         self._inspect([b for b in batches if _skips(b.group) or b.group["percentile_clipping"] < 100])
@@ -260,12 +256,8 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 self._apply(batch, rows)
             self._count(batch, rows)
-        if self._on_host:  # whoever reads the state next finds this step's
-            for device in {p.device for batch in batches for p in batch.params if p.device != HOST}:
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()
-                else:
-                    torch.get_device_module(device).synchronize()
+        if self._on_host:
+            wait_for_copies(batches)
 
     def _gather(self, listed: Listed, part: int = -1) -> list[Batch]:
         batches: dict[Key, Batch] = {}
@@ -402,10 +394,9 @@ class Optimizer(torch.optim.Optimizer):
                 for moment in self.states_of(group):
                     for key, (dtype, numel) in storage.layout(moment, mine.numel()).items():
                         yield p, Piece(name, key, dtype, numel)
-                if mine.dtype != torch.float32 and group["rounding"] == "kahan":
-                    yield p, Piece(name, "compensation", mine.dtype, mine.numel())
-                if mine.dtype != torch.float32 and group["rounding"] == "split":
-                    yield p, Piece(name, "extra_bits", torch.int8, mine.numel())
+                if mine.dtype != torch.float32 and group["rounding"] in KEPT:
+                    key, dtype = _kept(group, mine)
+                    yield p, Piece(name, key, dtype, mine.numel())
 
     def _inspect(self, batches: list[Batch]) -> None:
         """Read the gradients' norms. A NaN in grad_scale makes the kernel skip a tensor, and `_count` counts it."""
@@ -558,12 +549,11 @@ def _read_grad(p: Tensor, grad: Tensor, mine: Tensor) -> Tensor:
 
 def _check_kept(batch: Batch, device: torch.device | None) -> None:
     """Refuse what rounding keeps if it does not fit the parameters; make what is missing."""
-    key = KEPT[batch.group["rounding"]]
     for p, state in zip(batch.owners, batch.kept, strict=True):
         mine = local(p)
         if mine.dtype == torch.float32:
             continue
-        dtype = torch.int8 if key == "extra_bits" else mine.dtype
+        key, dtype = _kept(batch.group, mine)
         if key not in state:
             state[key] = torch.zeros_like(mine, dtype=dtype, device=device)
         kept = state[key]
@@ -573,6 +563,11 @@ def _check_kept(batch: Batch, device: torch.device | None) -> None:
                 f"{kept.dtype} with {tuple(kept.shape)} and {kept.stride()}; build a new optimizer after replacing "
                 "parameters"
             )
+
+
+def _kept(group: dict[str, Any], mine: Tensor) -> tuple[str, torch.dtype]:
+    """The key and the dtype of what rounding keeps of this parameter."""
+    return KEPT[group["rounding"]], torch.int8 if group["rounding"] == "split" else mine.dtype
 
 
 def _skips(group: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ Kernel: fused.cpp (CPU); on GPUs these functions, chunk by chunk.
 import torch
 from torch import Tensor
 
+KEPT = {"kahan": "compensation", "split": "extra_bits"}  # what a way of rounding keeps of each value, by its key
 PER_STEP, PER_VALUE = 0x9E37_79B9, 0xC13F_A9A9  # of the dither's phase, in 2^-32ths
 
 

@@ -8,7 +8,7 @@ All copies are on the current stream, in order with the kernels, and do not wait
 the end of the step, so that the state in host memory can be read then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from trimtab.ops.sharding import flat
+from trimtab.ops.step.split import KEPT
 
 if TYPE_CHECKING:
     from trimtab.ops.step.storage import Batch
 
 WINDOW = 1 << 24
-SHAPED = ("compensation", "extra_bits")  # what rounding keeps, also without moments
 
 
 class Staged(dict[str, Any]):
@@ -71,9 +71,26 @@ def is_away(batch: "Batch") -> bool:
     """Whether a kernel cannot read the state where it is."""
     if not batch.params or isinstance(batch.kept[0], Staged):
         return False
-    keys = batch.storage.keys(batch.names[0])[:1] if batch.names else SHAPED
+    keys = batch.storage.keys(batch.names[0])[:1] if batch.names else KEPT.values()
     found = next((state[key] for state in batch.kept for key in keys if key in state), None)
     return found is not None and bool(found.device != batch.params[0].device)
+
+
+def wait_for_copies(batches: Sequence["Batch"]) -> None:
+    """Then the state in host memory is that of this step."""
+    for device in {p.device for batch in batches for p in batch.params if p.device.type != "cpu"}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        else:
+            torch.get_device_module(device).synchronize()
+
+
+def check_not_captured() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a step with offload waits for its copies, so it cannot be captured in a CUDA graph; call step() outside "
+            "the graph, or leave offload out"
+        )
 
 
 def cut(batch: "Batch") -> Iterator[Window]:
