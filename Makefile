@@ -49,11 +49,15 @@ bench: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lab]'
 	touch $@
 
-# What tests and benchmarks need. The libraries that we compare with are installed without their dependencies, because
-# these would select another torch.
+# What tests and benchmarks need. Libraries that would select another torch are installed without their dependencies:
+# those that we compare with, and trainers. PyPI's torchvision needs the CUDA build of torch, and transformers fails
+# where it is broken, so what imports it is in a folder of its own (tests/hosts/vision.py).
 .venv/installed: .venv/ready
 	$(BIN)/pip install --quiet -c constraints.txt 'trimtab[dev]'
-	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi \
+		deepspeed einops hjson ninja py-cpuinfo torchtitan
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/vision -c constraints.txt \
+		torchvision open_clip_torch timm mosaicml
 	touch $@
 
 .venv/docs: .venv/ready
