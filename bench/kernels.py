@@ -170,9 +170,11 @@ def _int8() -> Iterator[Case]:
     yield Case("quantize rows of 16384, bfloat16", partial(op.quantize, long, 1), 2, 1, values, 32, warps=16)
     for k, (what, writes, warps) in enumerate((("absmax of columns", 0, 32), ("quantize columns", 1, 20))):
         yield Case(f"{what}, bfloat16", partial(op.quantize, x, 0), 2, writes, values, warps=warps, launch=k)
-    for k, (what, writes, per_thread) in enumerate((("absmax of W", 0, 16), ("quantize W in both layouts", 2, 32))):
-        run = partial(op.quantize_both_layouts, w)
-        yield Case(f"{what}, bfloat16", run, 2, writes, WIDTH**2, per_thread, warps=32, launch=k, quick=k == 1)
+    kept = (w, empty(WIDTH, WIDTH, dtype=torch.int8), empty(WIDTH, WIDTH, dtype=torch.int8), scale)
+    run = partial(op.requantize_both_layouts, *kept, empty(3, op.PROGRAMS, dtype=torch.int32))
+    yield Case("absmax and marks of W, bfloat16", run, 2, 0, WIDTH**2, warps=16, quick=True)
+    yield Case("compare marks of W", run, 24, 12, op.PROGRAMS, 8, warps=0, launch=1, quick=True)
+    yield Case("quantize W in both layouts, bfloat16", run, 2, 2, WIDTH**2, 32, warps=32, launch=2, quick=True)
     whole = empty(1, values, dtype=half)
     yield Case(
         "quantize a tensor, bfloat16", partial(op.quantize, whole, 1), 2, 1, values, warps=32, launch=1, quick=True

@@ -139,6 +139,7 @@ def fake_gpu(device: str = "cuda") -> Iterator[_Watcher]:
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True), watcher, _Indexing(watcher):
         patch.setattr(backends, "triton_missing", None if device == "cuda" else "no CUDA device")
         patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         yield watcher
     for function in kept:
         function.cache_clear()

@@ -645,3 +645,16 @@ def test_several_processes_do_what_one_does(kind, sharded):
 def test_kinds_know_their_names():
     for kind in KINDS:
         assert isinstance(make_kind(kind), kinds.SwitchBack)
+
+
+@pytest.mark.parametrize("kind", ["switchback", "switchback-q", "fp8-switchback"])
+def test_codes_made_in_inference_mode_serve_training(kind):
+    """Lightning evaluates in inference mode before it trains."""
+    layer, x = SwitchBackLinear(64, 32, kind=kind), torch.randn(8, 64, requires_grad=True)
+    with torch.inference_mode():
+        layer(x.detach())
+    layer(x).sum().backward()
+    layer.requires_grad_(False).eval()
+    with torch.inference_mode():
+        layer.freeze()
+    layer(x).sum().backward()

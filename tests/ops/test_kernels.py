@@ -81,7 +81,7 @@ def test_kernels_compile_for_sizes_of_one_for_long_blocks_and_for_more_than_2_31
 
 
 def test_every_kernel_is_compiled() -> None:
-    assert len(KERNELS) == 11
+    assert len(KERNELS) == 13
     assert {facts.kernel for row in compiled_quickly().values() for facts in row.values()} == KERNELS
 
 

@@ -307,6 +307,61 @@ def test_a_weight_in_both_layouts_matches_the_reference_exactly(shape: tuple[int
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (17, 70), (130, 64)])
+def test_a_weight_is_quantized_again_only_if_it_has_changed(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8_triton, "PART", {1: 64})
+    monkeypatch.setattr(int8_triton, "TILES", {1: (1, 64)})
+    assert int8.MARKS[1] == int8_triton.PROGRAMS
+    w = random(*shape).to(dtype)
+    kept = int8.empty_both_layouts(w)
+
+    def was_written() -> bool:
+        """Whether codes were, which then are those of the reference."""
+        kept[0].fill_(99)
+        int8_triton.requantize_both_layouts(w, *kept)
+        written = not (kept[0] == 99).all()
+        if written:
+            assert_identical(kept[:3], int8.both_layouts_reference(w))
+        return written
+
+    assert was_written()
+    assert not was_written()
+    w[-1, -1] = torch.nextafter(w[-1, -1], w.new_tensor(9.0))
+    assert was_written()
+    if w.numel() > 1:
+        w[0, 0], w[-1, -1] = w[-1, -1].clone(), w[0, 0].clone()  # the same values at other places
+        assert was_written()
+        w.neg_()  # the same absmax
+        assert was_written()
+        assert not was_written()
+        w[0, 0] = math.nan
+        assert was_written()
+        w[0, 0] = 0.0
+        assert was_written()
+    w.zero_()
+    assert was_written()
+    assert not was_written()
+
+
+def test_marks_of_close_weights_differ() -> None:
+    """Two sums of 32 bits each: neither repeats, nor do both depend on the same bits."""
+    seen = []
+    for k in range(64):
+        w = torch.zeros(1, 64)
+        w[0, k % 32], w[0, 32 + k // 2] = 2.0**-100 * (k + 1), -(2.0**-100)
+        kept = int8.empty_both_layouts(w)
+        int8_triton.requantize_both_layouts(w, *kept)
+        seen.append(kept[3][1:, 0].tolist())
+    for sums in zip(*seen, strict=True):
+        assert len(set(sums)) == len(seen)
+        # Each bit is set in about half of them: 32 of 64, with a deviation of 4.
+        for bit in range(32):
+            assert 12 <= sum(x >> bit & 1 for x in sums) <= 52
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_int8_rounds_half_to_even(dtype: torch.dtype) -> None:
     x = torch.cat([torch.arange(-126.5, 127), torch.tensor([127.0])]).to(dtype)[None]
     codes, absmax = int8_triton.quantize(x, 1)
@@ -476,15 +531,20 @@ def test_blocks_beyond_2_31_values_match_the_reference() -> None:
 
 
 @pytest.mark.usefixtures("last_program")
-def test_matrices_beyond_2_31_values_match_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_beyond_2_31_values_match_the_reference() -> None:
     x = sparse(MANY // 2048, 2048, dtype=torch.bfloat16)
     codes, absmax = int8_triton.quantize(x, 1)
     assert_identical((codes[-1:], absmax[-1:]), int8.quantize_reference(x[-1:], 1))
     _, run = int8_triton._measure(x.view(1, -1), 1, codes)
     run(absmax[-1:], MEASURE=False)
     assert_identical(codes[-1:], int8.quantize_reference(x[-1:], 1)[0])
-    monkeypatch.setattr(int8_triton, "_measure", lambda *_: (absmax[-1:], None))
-    codes, codes_t, _ = int8_triton.quantize_both_layouts(x)
+    found = torch.zeros(int8.MARKS, dtype=torch.int32)
+    part = 1025 * 2048  # the last of 1024 parts has two tiles, of which the first is zeros
+    int8_triton.launch(int8_triton._survey_kernel, (1024,), x, found, x.numel(), part, TILE=2048, PARTS=1024)
+    assert found[0, -1].view(torch.float32) == absmax[-1]
+    codes_t, changed = torch.empty(2048, MANY // 2048, dtype=torch.int8), torch.ones(1, dtype=torch.int32)
+    tensors = (x, codes.fill_(0), codes_t, absmax[-1:], changed)
+    int8_triton.launch(int8_triton._both_layouts_kernel, (32, MANY // 2048 // 64 + 1), *tensors, *x.shape, TILE=64)
     assert_identical(codes[-1, -64:], int8.quantize_reference(x[-1:], 1)[0][0, -64:])
     assert_identical(codes_t[-64:, -1], codes[-1, -64:])
     total, scale = sparse(MANY // 2048, 2048, dtype=torch.int32), torch.ones(MANY // 2048)

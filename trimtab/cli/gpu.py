@@ -116,6 +116,11 @@ def _int8(device: torch.device) -> Wrong:
             weight, transposed, scale = int8.quantize_both_layouts(w)
             if not _same((weight, int8.quantize_tensorwise(w)[0]), (transposed, weight.t())):
                 yield f"quantize_both_layouts of {n} x {k} in {dtype}"
+            kept = int8.empty_both_layouts(w)
+            for changed in (w, w, -w):
+                int8.requantize_both_layouts(changed, *kept)
+                if not _same(*zip(kept[:3], int8.both_layouts_reference(changed), strict=True)):
+                    yield f"requantize_both_layouts of {n} x {k} in {dtype}"
             bias = _values(n, device, dtype, seed=2)
             for b in (weight.t(), weight.t().contiguous()):
                 expected = int8.matmul_reference(codes, b, absmax, scale, bias, dtype)
@@ -242,6 +247,20 @@ def _layers(device: torch.device) -> Wrong:
                     if not error < limit:
                         yield f"{what} of {kind}, {n_in} x {n_out}, {dtype}: off by {error:.2g}"
         yield from _frozen(kind, device)
+        yield from _changed(kind, device)
+
+
+def _changed(kind: Any, device: torch.device) -> Wrong:
+    """In training, codes are kept from call to call until the weight changes, also behind PyTorch's back."""
+    layer = SwitchBackLinear(96, 48, device=device, kind=kind)
+    x = _gaussian(5 * 96, device, seed=1).view(5, 96).requires_grad_()
+    plain = layer(x)
+    if not torch.equal(layer(x), plain):
+        yield f"{kind}: a second call gives another result"
+    for p in layer.parameters():
+        p.data.mul_(2)
+    if not torch.allclose(layer(x), 2 * plain, rtol=1e-5):
+        yield f"{kind}: a write through .data is not noticed"
 
 
 def _frozen(kind: Any, device: torch.device) -> Wrong:

@@ -36,12 +36,14 @@ from trimtab.ops.float32.product import product_tn
 from trimtab.ops.int8 import (
     MAX_INNER,
     dequantize,
+    empty_both_layouts,
     int8_linear,
     int8_matmul,
     quantize_both_layouts,
     quantize_columnwise,
     quantize_rowwise,
     quantize_tensorwise,
+    requantize_both_layouts,
 )
 
 LinearKind = Literal[
@@ -66,8 +68,22 @@ class SwitchBack:
             codes, absmax = quantize_tensorwise(w if plain else w.t())
             codes = codes if plain else codes.t()
             return codes, absmax
-        codes, transposed, absmax = quantize_both_layouts(w if plain else w.t())
-        return (codes, absmax, transposed.t()) if plain else (transposed, absmax, codes.t())
+        return _in_order(quantize_both_layouts(w if plain else w.t()), plain)
+
+    def requantize_weight(self, w: Tensor, kept: Tensors) -> tuple[Tensors, Tensors]:
+        """`quantize_weight(w)`, and what to keep for the next call: tensors that are written only if `w` has changed.
+
+        Only Triton's kernels can tell. Elsewhere, and in kinds with other codes, nothing is kept.
+        """
+        if backends.triton_missing is not None:
+            return self.quantize_weight(w), ()
+        plain = w.is_contiguous()
+        matrix = w if plain else w.t()
+        kept = kept or empty_both_layouts(matrix)
+        # The codes of a weight that has not changed are the same tensors, also those that autograd keeps.
+        with torch.autograd._unsafe_preserve_version_counter(kept):
+            requantize_both_layouts(matrix, *kept)
+        return _in_order(kept[:3], plain), kept
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         """Y, and what `grad_weight` needs of X. `weight` is `quantize_weight(w)`."""
@@ -90,6 +106,12 @@ class SwitchBack:
 
     def round_grad(self, g: Tensor) -> Tensor:
         return self.round_input(g)
+
+
+def _in_order(both: Tensors, plain: bool) -> Tensors:
+    """The codes of a weight in both layouts as `quantize_weight` returns them; not `plain`: those of its transpose."""
+    codes, transposed, absmax = both
+    return (codes, absmax, transposed.t()) if plain else (transposed, absmax, codes.t())
 
 
 class SwitchBackM(SwitchBack):
@@ -119,6 +141,9 @@ class SwitchBackQ(SwitchBack):
         if w.device.type != "cpu":
             rows, columns = rows.contiguous(), columns.t().contiguous().t()
         return rows, row_max, columns, column_max
+
+    def requantize_weight(self, w: Tensor, kept: Tensors) -> tuple[Tensors, Tensors]:
+        return self.quantize_weight(w), ()
 
     def grad_input(self, g: Tensor, weight: Tensors) -> Tensor:
         return int8_linear(g, weight[2], weight[3])
@@ -167,6 +192,9 @@ class Float8SwitchBack(SwitchBack):
             return (self.round_weight(w),)
         codes, scale = cast_float8(w.contiguous(), "e4m3", by_row=False)
         return codes, codes.t().contiguous(), scale
+
+    def requantize_weight(self, w: Tensor, kept: Tensors) -> tuple[Tensors, Tensors]:
+        return self.quantize_weight(w), ()
 
     def forward(self, x: Tensor, w: Tensor, weight: Tensors, bias: Tensor | None) -> tuple[Tensor, Tensors]:
         if len(weight) == 1:

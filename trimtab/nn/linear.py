@@ -1,6 +1,6 @@
 """Linear layers with matrix products in int8 or float8. Replace nn.Linear and have the same state dict.
 
-    forward     X, W --quantize--> int8 product --rescale, bias--> Y            W: once per step on a CPU
+    forward     X, W --quantize--> int8 product --rescale, bias--> Y                    W: only if it has changed
     backward    G --quantize--> int8 product with the same codes --rescale--> dX;       dW = G^T X, not quantized
 
 Gradients are those of the plain product at the rounded operands (straight-through). See kinds.py for the rounding of
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from trimtab.nn.kinds import LinearKind, SwitchBack, Tensors, make_kind, why_too_large
 from trimtab.nn.rounding import Rounding
 from trimtab.nn.tuning import NEVER, int8_from
+from trimtab.ops import backends
 from trimtab.ops.checks import FLOATS
 from trimtab.ops.fingerprint import fingerprint
 from trimtab.ops.float32.product import linear
@@ -48,6 +49,9 @@ class QuantizedProduct(torch.autograd.Function):
         ctx.w_dtype, ctx.bias_dtype = w.dtype, None if bias is None else bias.dtype
         needs_x, needs_w, *_ = ctx.needs_input_grad
         ctx.save_for_backward(*(weight_codes if needs_x else ()), *(kept if needs_w else ()))
+        # Codes that are written in place belong to another weight after a change, as those of nn.Linear would.
+        in_place = _quantizes_in_place(w) and not torch.compiler.is_compiling()
+        ctx.weight = (w.detach(), w._version) if needs_x and in_place else None
         # Not a view, like the result of nn.Linear: FSDP's hooks would be lost in an in-place operation.
         out: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
         return out
@@ -68,6 +72,11 @@ class QuantizedProduct(torch.autograd.Function):
     def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         saved, shape = ctx.saved_tensors, g.shape
+        if ctx.weight is not None and ctx.weight[0]._version != ctx.weight[1]:
+            raise RuntimeError(
+                f"the weight of {_describe(*ctx.sizes)} was changed in place between forward and backward: call "
+                "backward() before the optimizer's step"
+            )
         g = g.reshape(-1, shape[-1]).contiguous()
         codes, kept = (saved[: ctx.count], saved[ctx.count :]) if needs_x else ((), saved)
         if ctx.rounding is not None:
@@ -79,6 +88,11 @@ class QuantizedProduct(torch.autograd.Function):
             dw = ctx.kind.grad_weight(g, kept).to(ctx.w_dtype) if needs_w else None
             db = g.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, *[None] * ctx.count
+
+
+def _quantizes_in_place(w: Tensor) -> bool:
+    """Whether the device decides if the weight is quantized again: on the CPU, the host does."""
+    return w.device.type != "cpu" or backends.interpreted
 
 
 def _describe(out_features: int, in_features: int) -> str:
@@ -103,7 +117,7 @@ class _Quantized(nn.Module):
         self.kind, self.threshold, self.when = kind, threshold, when
         self.products = make_kind(kind, threshold)
         self.rounding: Rounding | None = None  # set while rounding errors are measured (rounding.py)
-        self._made: tuple[Any, Tensors] | None = None  # fingerprint and codes of the weight
+        self._made: tuple[Any, Tensors] | None = None  # what the codes of the weight belong to, and the codes
         self._frozen: tuple[Any, Tensors] | None = None
 
     def matrix(self) -> Tensor:
@@ -163,14 +177,14 @@ class _Quantized(nn.Module):
     # --- The weight's codes
 
     def _weight_codes(self) -> Tensors:
-        """Quantize the weight again whenever its bytes have changed, in whatever way.
-
-        On a GPU it is quantized in every call: to compare its bytes, the host would have to wait for the device.
-        """
-        w = self.matrix().detach()
+        """Quantize the weight again whenever its bytes have changed, in whatever way."""
         if torch.compiler.is_compiling():
-            return self.products.quantize_weight(w)
+            return self.products.quantize_weight(self.matrix().detach())
         trains = self.training or (torch.is_grad_enabled() and self.weight.requires_grad)
+        with torch.inference_mode(False):  # codes that are made there must serve training too
+            return self._current_codes(self.matrix().detach(), trains)
+
+    def _current_codes(self, w: Tensor, trains: bool) -> Tensors:
         if trains and w.device.type != "cpu":
             self._frozen = None  # FSDP2 gathers a trained weight at the same address, with the same version
         if self._frozen is not None and not trains:
@@ -178,12 +192,27 @@ class _Quantized(nn.Module):
             if mark == self._quick_mark():
                 return codes
             self._frozen = None
-        if w.device.type != "cpu":
-            return self.products.quantize_weight(w)
+        if _quantizes_in_place(w):
+            return self._device_codes(w) if trains else self.products.quantize_weight(w)
         now = (fingerprint(self.weight), w.dtype, w.shape, self.kind)
         if self._made is None or self._made[0] != now:
             self._made = now, self.products.quantize_weight(w)
         return self._made[1]
+
+    def _device_codes(self, w: Tensor) -> Tensors:
+        """The device finds out whether the weight has changed: the host would have to wait for it.
+
+        The kept codes are written in order on one stream, and only by calls that train: between forward and backward,
+        an evaluation may use other weights. A CUDA graph must not depend on what was kept when it was captured.
+        """
+        if w.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self.products.quantize_weight(w)
+        stream = torch.cuda.current_stream(w.device) if w.is_cuda else None
+        place = (w.device, stream, w.dtype, w.shape, w.stride(), self.kind)
+        kept = self._made[1] if self._made is not None and self._made[0] == place else ()
+        codes, kept = self.products.requantize_weight(w, kept)
+        self._made = place, kept
+        return codes
 
     def forget(self) -> None:
         """Free the weight's codes; the next call quantizes the weight again."""
@@ -195,8 +224,8 @@ class _Quantized(nn.Module):
         If the weight is loaded, moved or trained afterwards, the layer unfreezes itself. A write through `.data` to a
         few values may be missed: only some thousand values are compared, and none on a GPU.
         """
-        w = self.matrix().detach()
-        self._frozen = self._quick_mark(), self.products.quantize_weight(w)
+        with torch.inference_mode(False):
+            self._frozen = self._quick_mark(), self.products.quantize_weight(self.matrix().detach())
 
     def thaw(self) -> None:
         self._frozen = None

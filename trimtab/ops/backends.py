@@ -72,7 +72,7 @@ HUGE = 4 << 20
 
 # The ops and the backends they have a kernel for, for doctor, tests and benchmarks.
 _STEP = ("fused_step", "step_norms", "gradient_norms", "gradient_ratios")
-_INT8 = ("quantize_int8", "quantize_both_layouts", "int8_matmul", "int8_linear")
+_INT8 = ("quantize_int8", "quantize_both_layouts", "requantize_both_layouts", "int8_matmul", "int8_linear")
 _OTHERS = ("quantize_blockwise", "dequantize_blockwise", *_INT8, "gelu", "gelu_backward")
 _ALL: tuple[Backend, ...] = ("reference", "native", "triton")
 OPS = dict.fromkeys((*_STEP, *_OTHERS), _ALL) | {"round_float8": _ALL[:1]}
@@ -95,7 +95,7 @@ def served() -> list[Served]:
     for op, kernels in OPS.items():
         backend: Backend = "native" if native is not None and "native" in kernels else "reference"
         reason = f"{native.level()} kernels" if native is not None else str(native_missing)
-        if op in _INT8[2:]:
+        if op in _INT8[3:]:
             backend, reason = int8_product()
         if op == "product":
             backend, reason = float_product()

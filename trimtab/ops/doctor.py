@@ -169,6 +169,17 @@ def _quantize_both_layouts(device: str) -> bool:
     return all(torch.equal(a, b) for a, b in found)
 
 
+def _requantize_both_layouts(device: str) -> bool:
+    x = torch.linspace(-1, 1, 6, device=device).view(2, 3)
+    kept = int8.empty_both_layouts(x)
+    for changed in (x, x, x.neg().exp()):
+        int8.requantize_both_layouts(changed, *kept)
+        found = zip(kept[:3], int8.both_layouts_reference(changed), strict=True)
+        if not all(torch.equal(a, b) for a, b in found):
+            return False
+    return True
+
+
 def _int8_matmul(device: str) -> bool:
     x = _values(device).view(20, 50)
     a, b = int8.quantize_rowwise(x), int8.quantize_rowwise(x.flip(0))
@@ -234,6 +245,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "gradient_ratios": _gradient_ratios,
     "quantize_int8": _quantize_int8,
     "quantize_both_layouts": _quantize_both_layouts,
+    "requantize_both_layouts": _requantize_both_layouts,
     "int8_matmul": _int8_matmul,
     "int8_linear": _int8_linear,
     "round_float8": _round_float8,

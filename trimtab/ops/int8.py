@@ -26,6 +26,7 @@ from trimtab.ops.checks import FLOATS, check_same_device, check_tensor
 
 # 127 * 127 * inner must stay below 2^31, or an int32 sum could wrap around.
 MAX_INNER = (2**31 - 1) // 127**2
+MARKS = (3, 1024)  # of a weight on a GPU: absmax and two sums of hashes, for each of at most 1024 parts
 
 
 def quantize_rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +56,24 @@ def quantize_both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     _check_matrix(w)
     return _quantize_both(w)
+
+
+def empty_both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors that `requantize_both_layouts(w, ...)` writes to: `(codes, codes_t, absmax, marks)`."""
+    _check_matrix(w)
+    rows, columns = w.shape
+    codes, codes_t = (w.new_zeros(shape, dtype=torch.int8) for shape in ((rows, columns), (columns, rows)))
+    return codes, codes_t, w.new_zeros((), dtype=torch.float32), w.new_zeros(MARKS, dtype=torch.int32)
+
+
+def requantize_both_layouts(w: Tensor, codes: Tensor, codes_t: Tensor, absmax: Tensor, marks: Tensor) -> None:
+    """`quantize_both_layouts` into these tensors. On a GPU, codes are written only if `w` has changed since.
+
+    `marks` are 96 bits per part of `w`, of which 64 are hashes of its values and their places. They are compared on the
+    device; the host does not wait.
+    """
+    _check_matrix(w)
+    _requantize_both(w, codes, codes_t, absmax, marks)
 
 
 def dequantize(codes: Tensor, absmax: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -117,6 +136,12 @@ def both_layouts_reference(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes, absmax = _quantize(w.view(1, -1), 1)
     codes = codes.view(w.shape)
     return codes, codes.t().clone(memory_format=torch.contiguous_format), absmax.view(())
+
+
+def requantize_reference(w: Tensor, codes: Tensor, codes_t: Tensor, absmax: Tensor, marks: Tensor) -> None:
+    """The definition: always."""
+    for kept, new in zip((codes, codes_t, absmax), both_layouts_reference(w), strict=True):
+        kept.copy_(new)
 
 
 def matmul_reference(
@@ -192,6 +217,9 @@ def _check_right(left: torch.Size, b: Tensor, b_absmax: Tensor, bias: Tensor | N
 
 _quantize = torch.library.custom_op("trimtab::quantize_int8", mutates_args=())(quantize_reference)
 _quantize_both = torch.library.custom_op("trimtab::quantize_both_layouts", mutates_args=())(both_layouts_reference)
+_requantize_both = torch.library.custom_op(
+    "trimtab::requantize_both_layouts", mutates_args=("codes", "codes_t", "absmax", "marks")
+)(requantize_reference)
 _matmul = torch.library.custom_op("trimtab::int8_matmul", mutates_args=())(matmul_reference)
 _linear = torch.library.custom_op("trimtab::int8_linear", mutates_args=())(linear_of_ops)
 
@@ -206,6 +234,11 @@ def _(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = w.shape
     scale = w.new_empty((), dtype=torch.float32)
     return torch.empty_like(w, dtype=torch.int8), w.new_empty(columns, rows, dtype=torch.int8), scale
+
+
+@_requantize_both.register_fake
+def _(w: Tensor, codes: Tensor, codes_t: Tensor, absmax: Tensor, marks: Tensor) -> None:
+    return None
 
 
 @_matmul.register_fake
@@ -304,4 +337,5 @@ if backends.triton_missing is None:
 
     _quantize.register_kernel(backends.triton_device)(int8_triton.quantize)
     _quantize_both.register_kernel(backends.triton_device)(int8_triton.quantize_both_layouts)
+    _requantize_both.register_kernel(backends.triton_device)(int8_triton.requantize_both_layouts)
     _matmul.register_kernel(backends.triton_device)(int8_triton.matmul)

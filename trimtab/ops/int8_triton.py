@@ -10,6 +10,10 @@ A weight is stored in both layouts, because tensor cores read int8 only where th
     Y = X W^T    inner dimension in:  codes of W   [out, in]
     dX = G W     inner dimension out: codes of W^T [in, out]
 
+Its codes are made again only if it has changed. The read that finds the absmax also adds up a hash of every value and
+its place; a program compares these marks with those of the stored codes, and if they are equal, the kernel that would
+write codes ends at once. Nothing of it is read by the host.
+
 The product: int8 tiles multiplied and added up in int32, which is exact, so every tile size, every division of the
 inner dimension and cuBLASLt give the same sums. Scales and bias are applied to a tile before it is written ("triton"),
 or in a second kernel after the sums of several programs ("split") or of `torch._int_mm` ("cublas"). The fastest is
@@ -23,6 +27,7 @@ Wortsman et al. 2023, section 2.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -61,6 +66,7 @@ CONFIGS = [
 LONGEST = 128  # the largest K of a config
 
 _fastest: dict[tuple[Any, ...], str] = {}  # the product of each shape and device
+_one_at_a_time = Lock()
 _tuned: set[tuple[Any, ...]] = set()  # what the tuned kernel has run with: it is loaded, and measures nothing more
 
 
@@ -84,12 +90,31 @@ def quantize(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def quantize_both_layouts(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     codes = torch.empty_like(w, dtype=torch.int8)
     codes_t = w.new_empty(w.shape[1], w.shape[0], dtype=torch.int8)
+    absmax = w.new_empty((), dtype=torch.float32)
+    _both_layouts(w, codes, codes_t, absmax, None)
+    return codes, codes_t, absmax
+
+
+def requantize_both_layouts(w: Tensor, codes: Tensor, codes_t: Tensor, absmax: Tensor, marks: Tensor) -> None:
+    # The launches of another thread on this stream must not come between: its codes would not be written yet.
+    with _one_at_a_time:
+        _both_layouts(w, codes, codes_t, absmax, marks)
+
+
+def _both_layouts(w: Tensor, codes: Tensor, codes_t: Tensor, absmax: Tensor, marks: Tensor | None) -> None:
+    """Without marks the codes are always written."""
     if w.numel() == 0:
-        return codes, codes_t, w.new_zeros((), dtype=torch.float32)
-    absmax, _ = _measure(w.view(1, -1), 1, codes)
+        absmax.zero_()
+        return
+    tile, length = TILES[1][1], w.numel()
+    parts = min(PROGRAMS, triton.cdiv(length, PART[1]))
+    part = triton.cdiv(length, parts * tile) * tile
+    found, changed = w.new_empty(3, PROGRAMS, dtype=torch.int32), w.new_empty(1, dtype=torch.int32)
+    launch(_survey_kernel, (parts,), w, found, length, part, TILE=tile, PARTS=PROGRAMS)
+    stored = (found if marks is None else marks, absmax, changed)
+    launch(_settle_kernel, (1,), found, *stored, parts, COMPARE=marks is not None, PARTS=PROGRAMS)
     grid = (triton.cdiv(w.shape[1], SQUARE), triton.cdiv(w.shape[0], SQUARE))
-    launch(_both_layouts_kernel, grid, w, codes, codes_t, absmax, *w.shape, TILE=SQUARE)
-    return codes, codes_t, absmax.view(())
+    launch(_both_layouts_kernel, grid, w, codes, codes_t, absmax, changed, *w.shape, TILE=SQUARE)
 
 
 def _measure(x: Tensor, dim: int, codes: Tensor) -> tuple[Tensor, Callable[..., None]]:
@@ -324,7 +349,48 @@ def _parts_kernel(
 
 
 @triton.jit
-def _both_layouts_kernel(w_ptr, codes_ptr, codes_t_ptr, absmax_ptr, rows, columns, TILE: tl.constexpr):
+def _survey_kernel(x_ptr, found_ptr, length, part, TILE: tl.constexpr, PARTS: tl.constexpr):
+    """The marks of a part: the bits of its absmax, and two sums of hashes."""
+    first = tl.program_id(0).to(tl.int64) * part
+    end = tl.minimum(first + part, length)
+    inside = tl.arange(0, TILE)
+    bits, sum1, sum2 = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.uint32), tl.zeros((TILE,), tl.uint32)
+    for start in range(first, end, TILE):
+        mask = inside < tl.minimum(end - start, TILE).to(tl.int32)
+        x = tl.load(x_ptr + start + inside, mask=mask, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, magnitude_bits(x, True))
+        place = ((start - first).to(tl.uint32) + inside.to(tl.uint32)) * 0x9E3779B1
+        # Each line is one-to-one in x: a change of one value always changes both sums.
+        h = x.to(tl.uint32, bitcast=True) ^ place
+        h = (h ^ (h >> 15)) * 0x2C1B3C6D
+        h = h ^ (h >> 13)
+        sum1 += h
+        sum2 += h * (place | 1)
+    out_ptr = found_ptr + tl.program_id(0)
+    tl.store(out_ptr, tl.max(bits, axis=0))
+    tl.store(out_ptr + PARTS, tl.sum(sum1, axis=0).to(tl.int32, bitcast=True))
+    tl.store(out_ptr + 2 * PARTS, tl.sum(sum2, axis=0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _settle_kernel(found_ptr, marks_ptr, absmax_ptr, changed_ptr, parts, COMPARE: tl.constexpr, PARTS: tl.constexpr):
+    """The absmax of all parts, and whether a mark differs from the stored ones, which are replaced."""
+    part = tl.arange(0, PARTS)
+    bits = tl.load(found_ptr + part, mask=part < parts, other=0)
+    tl.store(absmax_ptr, stored_absmax(tl.max(bits, axis=0)))
+    differ = tl.full((PARTS,), 0 if COMPARE else 1, tl.int32)
+    if COMPARE:
+        for k in tl.static_range(3):
+            found = tl.load(found_ptr + k * PARTS + part, mask=part < parts, other=0)
+            differ |= found ^ tl.load(marks_ptr + k * PARTS + part, mask=part < parts, other=0)
+            tl.store(marks_ptr + k * PARTS + part, found, mask=part < parts)
+    tl.store(changed_ptr, tl.max((differ != 0).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _both_layouts_kernel(w_ptr, codes_ptr, codes_t_ptr, absmax_ptr, changed_ptr, rows, columns, TILE: tl.constexpr):
+    if tl.load(changed_ptr) == 0:
+        return
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     j = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = (i < rows)[:, None] & (j < columns)[None, :]
