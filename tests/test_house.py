@@ -24,6 +24,7 @@ ALLOWED = {
     "lab": {"train", "recipes", "analysis", "report", "runs", "data"},
     "report": {"analysis", "runs"},
     "analysis": {"runs"},
+    "hosts": {"nn", "optim", "data", "watch", "schedule"},
     "recipes": {"train", "nn", "optim", "data", "schedule"},
     "train": {"nn", "optim", "data", "watch", "schedule", "runs"},
     "watch": {"nn.tap", "ops"},

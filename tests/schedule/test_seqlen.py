@@ -633,3 +633,22 @@ def test_deepspeeds_arithmetic_is_refused_where_there_is_none():
 def test_deepspeed_settings_that_are_not_supported_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         read_deepspeed(config)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+def test_each_of_the_packed_sequences_of_one_row_is_truncated(make):
+    positions = make([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2]])
+    tokens = make([[10, 11, 12, 13, 14, 20, 21, 30, 31, 32]])
+    batch = {"input_ids": tokens, "labels": -tokens, "position_ids": positions, "other": 5}
+    part = cut(batch, 2)
+    assert part["input_ids"].tolist() == [[10, 11, 20, 21, 30, 31]]
+    assert part["labels"].tolist() == [[-10, -11, -20, -21, -30, -31]]
+    assert part["position_ids"].tolist() == [[0, 1, 0, 1, 0, 1]]
+    assert part["other"] == 5
+    assert cut(batch, 10) is batch
+    plain = batch | {"position_ids": make([list(range(10))])}
+    assert cut(plain, 3)["input_ids"].tolist() == [[10, 11, 12]]
+    with pytest.raises(ValueError, match="truncate"):
+        cut(batch, 2, mode="reshape")
+    with pytest.raises(ValueError, match="attention_mask"):
+        cut(batch | {"attention_mask": make([[[[1] * 10] * 10]])}, 2)

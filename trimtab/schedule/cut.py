@@ -10,6 +10,9 @@ What is cut: the first 2-D tensor of integers (in a dict the one called input_id
 tensor of the same [B, L]. Masks [.., L, L] and positions [L] or [.., B, L] are recognised by name; in tuples a mask is
 a boolean 4-D tensor. Everything else, such as images, is returned unchanged. A tensor is any object with `shape`,
 `dtype` and `[]`, as in PyTorch and NumPy.
+
+One row with positions [1, L] may be many packed sequences, whose positions restart at 0. Each of them is truncated: the
+tokens at positions below c are kept.
 """
 
 # B batch, L length of the batch, c length to cut to, k rows made of one
@@ -131,13 +134,33 @@ def _cut_mapping(batch: Mapping[str, Any], length: int, mode: Mode, extra: int) 
     for name in PACKED:
         if batch.get(name) is not None:
             raise ValueError(f"{name} holds the ends of packed sequences, which a cut would move; collate without it")
+    packed = _packed(batch, plan)
     # A copy keeps the type: a BatchEncoding has more than its keys.
     result = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for name, value in batch.items():
-        part = _cut_tensor(name, value, plan, name in MASKS)
+        part = _cut_tensor(name, value, plan, name in MASKS) if packed is None else _keep(name, value, plan, packed)
         if part is not value:
             result[name] = part
     return result
+
+
+def _packed(batch: Mapping[str, Any], plan: _Cut) -> Any:
+    """Which tokens of one row of packed sequences to keep, [L]; None if it is not one."""
+    positions = next((batch[name] for name in POSITIONS if _is_tensor(batch.get(name))), None)
+    if positions is None or tuple(positions.shape) != (1, plan.before) or not bool((positions[0, 1:] == 0).any()):
+        return None
+    if plan.mode == "reshape":
+        raise ValueError("one row of packed sequences cannot be split into pieces; try cut_mode='truncate'")
+    return positions[0] < plan.after
+
+
+def _keep(name: str, value: Any, plan: _Cut, kept: Any) -> Any:
+    """Those tokens of a tensor [1, L, ...]. A mask of pairs of tokens is refused."""
+    if not _is_tensor(value) or tuple(value.shape[:2]) != (1, plan.before):
+        if name in MASKS and _is_tensor(value) and value.shape and value.shape[-1] == plan.before:
+            raise ValueError(f"{name} of shape {tuple(value.shape)} beside one row of packed sequences; leave it out")
+        return value
+    return value[:, kept]
 
 
 def _cut_tensor(name: str, value: Any, plan: _Cut, is_mask: bool) -> Any:

@@ -15,10 +15,32 @@ from torch import Tensor, nn
 
 from trimtab.ops.sharding import home_of_numbers, is_sharded, local
 
+# Modules that hold the whole model, by class and the name that they have for it.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "_FabricModule": "module",
+    "OptimizedModule": "_orig_mod",  # torch.compile
+}
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, whose parameter names have no "module." prefix."""
-    return getattr(model, "module", model) if hasattr(model, "process_group") else model
+
+def unwrap_all(model: nn.Module) -> list[nn.Module]:
+    """The model as the loop calls it, then what is inside its wrappers; the last is the model itself.
+
+    Its parameter names have no "module." prefix.
+    """
+    found = [model]
+    while name := next((_WRAPPERS[k.__name__] for k in type(found[-1]).__mro__ if k.__name__ in _WRAPPERS), None):
+        found.append(getattr(found[-1], name))
+    return found
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside wrappers: those of Accelerate, Lightning and DeepSpeed hold it as `optimizer`."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer) or hasattr(inner, "step"):
+        optimizer = inner
+    return optimizer
 
 
 class Errors:
@@ -40,8 +62,11 @@ class Processes:
     def __init__(self, model: nn.Module, params: Sequence[Tensor]) -> None:
         self.groups: list[Any] = []
         sharded: list[Any] = [p for p in params if is_sharded(p)]
-        if hasattr(model, "process_group"):
-            self.groups = [model.process_group]
+        replicated = [x for x in unwrap_all(model) if hasattr(x, "process_group")]
+        if replicated:
+            self.groups = [replicated[0].process_group]
+        elif hasattr(model, "data_parallel_group"):  # DeepSpeed
+            self.groups = [model.data_parallel_group]
         elif sharded:
             mesh = sharded[0].device_mesh
             self.groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]

@@ -7,7 +7,8 @@
         for alarm in watch.step(loss): print(alarm)
 
 It measures inside `optimizer.step`, through the optimizer's step hooks: there the gradients are final and the moments
-are still those of the previous step. `watch.step` may therefore come before or after `zero_grad`.
+are still those of the previous step. `watch.step` may therefore come before or after `zero_grad`. If the step gets a
+closure, it measures after the closure, which computes the gradients.
 
     before the step    gradients, RMS_t, then actions, then the size of the update       signals.py, actions.py
     after the step     totals of the state                                               totals.py
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from trimtab.watch import totals as totals_of
 from trimtab.watch.actions import Actions, Actor
 from trimtab.watch.events import NO_RANGE, Alarm, Detector, Records, Rules
-from trimtab.watch.processes import Errors, Processes, as_scalar, share_losses, unwrap
+from trimtab.watch.processes import Errors, Processes, as_scalar, innermost, share_losses, unwrap_all
 from trimtab.watch.signals import GRAD, Plan, Signals, clean, has_second_moment, name_parameters, to_record
 from trimtab.watch.taps import Key, LayerRecorder, combine, name_layers
 
@@ -41,8 +42,9 @@ class Watch:
     """Signals, alarms and, if requested, actions.
 
     Args:
-        model: as the loop calls it. With DDP pass the wrapped model: losses are then averaged over processes.
-        optimizer: any. Without a second moment, RMS_t is not measured.
+        model: as the loop calls it. With DDP pass the wrapped model: losses are then averaged over processes. A
+            model of Accelerate or Fabric, or an engine of DeepSpeed, will do.
+        optimizer: any, also wrapped by these. Without a second moment, RMS_t is not measured.
         every: steps between two measurements of the tensors. Every loss is checked; if it is a number or on the CPU,
             at once.
         deep_every: steps between two measurements that cost more: layers, totals of the state, rounding errors.
@@ -64,11 +66,12 @@ class Watch:
         actions: Actions | None = None,
         rules: Rules | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(innermost(optimizer), torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if every < 1 or deep_every < 1:
             raise ValueError(f"every and deep_every must be at least 1, got {every} and {deep_every}")
-        self.model, self.optimizer = unwrap(model), _innermost(optimizer)
+        self.model = unwrap_all(model)[-1]
+        self.optimizer: torch.optim.Optimizer = innermost(optimizer)
         self.every, self.deep_every = every, deep_every
         self.patterns = (tensors,) if isinstance(tensors, str) else tuple(tensors)
         self.steps = 0
@@ -131,6 +134,16 @@ class Watch:
         record: dict[str, Any] = clean(self._record)
         return record
 
+    def scalars(self) -> dict[str, float]:
+        """The last measurement as finite numbers by name, for any logger: "grad_norm", "rms/blocks.0.mlp.up.weight"."""
+        if not self._record:
+            return {}
+        flat = {"loss": self._record["loss"], **self._record["totals"]}
+        for group in ("tensors", "layers"):
+            for name, signals in self._record[group].items():
+                flat |= {f"{signal}/{name}": x for signal, x in signals.items()}
+        return {name: float(x) for name, x in flat.items() if x is not None and math.isfinite(x)}
+
     @property
     def active(self) -> bool:
         """False after `close`, or after an error in the watcher."""
@@ -162,10 +175,31 @@ class Watch:
 
     # --- Around the optimizer's step
 
-    def _before(self, *_: Any) -> None:
-        if self._is_due(self.steps + 1):
+    def _before(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_due(self.steps + 1):
+            return None
+        given = [(place, x) for place, x in enumerate(args[1:], start=1) if callable(x)]
+        closure = given[0][1] if given else kwargs.get("closure")
+        if closure is None:
             with self._errors, torch.no_grad():
                 self._measure()
+            return None
+        # Gradients are computed by the closure (Lightning, LBFGS): measure after its first call.
+        measured = False
+
+        def closure_then_measure() -> Any:
+            nonlocal measured
+            loss = closure()
+            if not measured:
+                measured = True
+                with self._errors, torch.no_grad():
+                    self._measure()
+            return loss
+
+        if given:
+            place = given[0][0]
+            return (*args[:place], closure_then_measure, *args[place + 1 :]), kwargs
+        return args, kwargs | {"closure": closure_then_measure}
 
     def _measure(self) -> None:
         self._replan()
@@ -309,14 +343,6 @@ class Watch:
 
     def _make_plan(self, watched: Mapping[Tensor, str]) -> Plan:
         return Plan(self.optimizer, list(watched.values()), list(watched), self._processes.device, self._errors)
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers such as Accelerate's."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    found: torch.optim.Optimizer = optimizer
-    return found
 
 
 def _remedies_of(model: nn.Module) -> dict[str, bool]:

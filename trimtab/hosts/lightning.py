@@ -1,0 +1,124 @@
+"""Callbacks for Lightning's Trainer.
+
+    trainer = L.Trainer(callbacks=[WatchCallback(every=10), SeqLenWarmupCallback(warmup)])
+
+With Fabric the loop is yours: use `trimtab.Watch` and `warmup.cut` as in a plain loop.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+
+from trimtab.hosts.logs import to_scalars
+from trimtab.hosts.versions import check_version
+from trimtab.schedule.seqlen import Lengths
+from trimtab.watch import Alarm, Watch
+
+_log = logging.getLogger(__name__)
+_HOOK = "on_before_batch_transfer"
+check_version("lightning")
+
+
+class WatchCallback(Callback):
+    """`trimtab.Watch` in a Trainer with one optimizer; takes its options.
+
+    Every `log_every_n_steps` of the Trainer its loggers get the signals of the whole model as "watch/<signal>" and the
+    number of alarms so far as "alarms/<kind>". The text of an alarm is a warning of Python's `logging`, at once. The
+    state is saved in the Trainer's checkpoints.
+
+    Args:
+        log_tensors: also log the signals of every tensor and layer.
+    """
+
+    def __init__(self, *, log_tensors: bool = False, **options: Any) -> None:
+        self.log_tensors, self.options = log_tensors, options
+        self.watch: Watch | None = None
+        self.alarms: list[Alarm] = []  # of this run
+        self._losses: list[Tensor] = []  # of the batches of this step
+        self._saved: Mapping[str, Any] | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._close()
+        if len(trainer.optimizers) != 1:
+            count = len(trainer.optimizers)
+            raise ValueError(
+                f"WatchCallback watches one optimizer, got {count}; use one trimtab.Watch for each instead"
+            )
+        self._losses, self.alarms = [], []
+        self.watch = Watch(trainer.strategy.model, trainer.optimizers[0], **self.options)
+        self.watch.steps = trainer.global_step
+        if self._saved is not None:
+            self.watch.load_state_dict(self._saved)
+            self._saved = None
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        # Lightning has divided it by the number of batches of a step.
+        self._losses.append(
+            loss.detach() * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
+        )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.watch is not None
+        if trainer.global_step == self.watch.steps:
+            return  # the optimizer waits for more batches
+        losses, self._losses = self._losses, []
+        alarms = self.watch.step(sum(losses[1:], losses[0]) / len(losses) if losses else None)
+        self.alarms += alarms
+        for alarm in alarms:
+            _log.warning("%s", alarm)
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                shown = to_scalars(self.watch, self.alarms, tensors=self.log_tensors)
+                logger.log_metrics(shown, step=trainer.global_step)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.watch is None else self.watch.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict or None
+
+    def _close(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
+
+
+class SeqLenWarmupCallback(Callback):
+    """Sequence length warmup in a Trainer: training batches are cut to the length of their optimizer step.
+
+    Other batches (validation, test, prediction) have their full length, and a resumed run continues with the length of
+    its step. The module's `training_step` must take the mean over the tokens that are left, as cross entropy does.
+    """
+
+    def __init__(self, warmup: Lengths) -> None:
+        if not isinstance(warmup, Lengths):
+            raise TypeError(f"SeqLenWarmupCallback takes a trimtab.SeqLenWarmup, got {type(warmup).__name__}")
+        self.warmup = warmup
+        self._wrapped: Any = None  # whose hook is wrapped
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # A Trainer calls the hook of the data module if it has its own, else that of the module.
+        self._wrapped = trainer.datamodule if is_overridden(_HOOK, trainer.datamodule) else pl_module
+        original = getattr(self._wrapped, _HOOK)
+
+        def cut(batch: Any, dataloader_idx: int) -> Any:
+            if trainer.training:
+                batch = self.warmup.cut(batch, trainer.global_step + 1)
+            return original(batch, dataloader_idx)
+
+        setattr(self._wrapped, _HOOK, cut)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for logger in trainer.loggers if (trainer.global_step + 1) % trainer.log_every_n_steps == 0 else ():
+            logger.log_metrics({"seqlen": self.warmup.at(trainer.global_step + 1)}, step=trainer.global_step)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._wrapped is not None:
+            delattr(self._wrapped, _HOOK)
+            self._wrapped = None
