@@ -1,7 +1,10 @@
 """The callbacks inside a real Trainer of Lightning."""
 
 import csv
+import json
 import math
+import subprocess
+import sys
 
 import lightning as L
 import pytest
@@ -208,3 +211,23 @@ def test_what_cannot_work_is_refused(tmp_path):
         fit(tmp_path, Two(), WatchCallback())
     with pytest.raises(TypeError, match="SeqLenWarmup"):
         SeqLenWarmupCallback(64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fabric-ddp", "fabric-fsdp2"])
+def test_two_processes_resume_as_if_never_stopped(tmp_path, strategy):
+    """8-bit state, the watcher and the lengths, through Lightning's own checkpoints."""
+
+    def run(folder, steps, *resume):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        command = [*launch, "-m", "tests.hosts.two_lightning", strategy, str(tmp_path / folder), str(steps), *resume]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+    whole = run("whole", 8)
+    run("parts", 4)
+    rest = run("parts", 8, str(tmp_path / "parts" / "end.ckpt"))
+    assert whole["lengths"][4:] == rest["lengths"]
+    assert (whole["params"], whole["watch"]) == (rest["params"], rest["watch"])
