@@ -61,7 +61,7 @@ def with_trainer(name, folder, steps, resume):
         callbacks=[watch, SeqLenWarmupCallback(WARMUP), saving],
     )
     trainer.fit(module, ckpt_path=resume)
-    return module.model, trainer.optimizers[0], watch.watch, module.lengths
+    return module.model, watch.watch, module.lengths
 
 
 def with_fabric(name, folder, steps, resume):
@@ -101,14 +101,14 @@ def with_fabric(name, folder, steps, resume):
         watch.step(loss)
     state = {"model": model, "optimizer": optimizer, "watch": watch.state_dict(), "step": steps}
     fabric.save(folder / "end.ckpt", state)
-    return model, optimizer, watch, lengths
+    return model, watch, lengths
 
 
 def main():
     warnings.simplefilter("ignore")
     name, folder, steps, *resume = sys.argv[1:]
     run = with_fabric if name.startswith("fabric") else with_trainer
-    model, optimizer, watch, lengths = run(name, Path(folder), int(steps), resume[0] if resume else None)
+    model, watch, lengths = run(name, Path(folder), int(steps), resume[0] if resume else None)
     values = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     found = {"lengths": lengths, "params": [float(p.double().sum()) for p in values], "watch": watch.state_dict()}
     print(json.dumps(found) if torch.distributed.get_rank() == 0 else "", flush=True)

@@ -20,7 +20,8 @@ Read = tuple[Source, list[Result], list[Note]]
 # Config values that make a size, differ by cell, or do not change what is computed.
 _NOT_AN_ARM = (
     *("optim.lr", "seed", "model.depth", "model.width", "model.heads", "schedule.lr.floor", "threads", "keep"),
-    *("eval_every", "eval_batches", "checkpoint_every", "log_every", "tensorboard", "data.cache", "watch."),
+    *("eval_every", "eval_batches", "checkpoint_every", "log_every", "data.cache", "watch."),
+    *("tensorboard", "wandb", "mlflow"),
 )
 
 

@@ -196,7 +196,9 @@ class RunConfig:
     checkpoint_every: int = 500  # and at the end
     keep: int = 2  # checkpoints, besides the best
     log_every: int = 10  # steps between lines if the output is not a terminal; the log has every step
-    tensorboard: bool = False  # also log to TensorBoard
+    tensorboard: bool = False  # also log to TensorBoard,
+    wandb: bool = False  # to Weights & Biases,
+    mlflow: bool = False  # or to MLflow
     autocast: Literal["off", "bfloat16"] = "off"
     compile: bool = False  # torch.compile, once per length
     parallel: Parallel = "ddp"  # with more than one process
@@ -291,7 +293,8 @@ class ModuleRun(RunConfig):
 KINDS: dict[str, type[RunConfig]] = {"gpt": GPTRun, "clip": CLIPRun, "module": ModuleRun}
 # Fields that may change when a run is resumed: they do not change what is computed, except for the order of sums.
 FREE: tuple[str, ...] = (
-    *("eval_every", "eval_batches", "checkpoint_every", "keep", "log_every", "tensorboard", "parallel", "threads"),
+    *("eval_every", "eval_batches", "checkpoint_every", "keep", "log_every", "parallel", "threads"),
+    *("tensorboard", "wandb", "mlflow"),
     *("stop_after_skips", "diverged_at", "data.cache", "data.prefetch"),
     "data.corpus",  # it may have moved; its sha256 must be the same
     *("watch.every", "watch.deep_every", "watch.record_every", "watch.ignore"),

@@ -21,6 +21,7 @@ from trimtab.data import Prefetcher
 from trimtab.nn import ConfigError
 from trimtab.optim import Release
 from trimtab.runs import Clock, End, EventKind, Result, RunError, RunLog, StepRecord
+from trimtab.train.boards import Boards
 from trimtab.train.build import Task, build_optimizer, build_task, check_data, split
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.compilations import batch_sizes, count_shapes, limit_compilations
@@ -28,7 +29,7 @@ from trimtab.train.config import FREE, RunConfig, differences, load_config, to_j
 from trimtab.train.memory import check_memory
 from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes, ProcessLost, processes
-from trimtab.train.progress import ProgressLine, TensorBoard
+from trimtab.train.progress import ProgressLine
 from trimtab.train.stopping import StopRequest, catch_signals
 from trimtab.train.tensors import CheckpointError
 from trimtab.train.watcher import Watcher
@@ -147,7 +148,7 @@ class _Run:
         self.state = Progress()
         self.lengths, self.sizes = config.seqlen_warmup, config.batch_warmup
         self.lr = simulate(config).rate  # with the end of its decay filled in
-        self.board = TensorBoard(config.tensorboard and group.rank == 0)
+        self.boards = Boards(config, writes=group.rank == 0)
         bfloat16 = config.autocast == "bfloat16"
         self.autocast = functools.partial(torch.autocast, group.device.type, torch.bfloat16, enabled=bfloat16)
         self.console, self.saved = console, 0  # the step of the last checkpoint, or of the last attempt
@@ -165,7 +166,7 @@ class _Run:
         config, step = self.config, self.state.clock.step
         self.line = ProgressLine(config, shows=self.group.rank == 0, console=self.console)
         self.batches = Prefetcher(self.source, depth=config.data.prefetch)
-        self.board.open(self.log.paths.tensorboard, step)
+        self.boards.open(self.log.paths, to_json(config), step)
         if step:
             self.line.print(f"resumed at step {step}")
         most = count_shapes(config) if config.compile else None
@@ -182,7 +183,7 @@ class _Run:
                 f"another process has ended, so this one stops; continue with `trimtab resume {self.log.folder}`"
             ) from error
         finally:
-            for output in (self.line, self.batches, self.log, self.board):
+            for output in (self.line, self.batches, self.log, self.boards):
                 output.close()
         if why == End.DONE and self.group.any(self.log.pending_error is not None):
             why = End.NOT_SAVED
@@ -325,7 +326,7 @@ class _Run:
         text, loss = "  ".join(f"{k} {v:.4f}" for k, v in means.items()), means["loss"]
         clocks: dict[str, Any] = {"step": clock.step, "tokens": clock.tokens, "seconds": clock.seconds}
         self._report(EventKind.EVALUATED, f"validation {text}", **clocks, **means)
-        self.board.add("validation", means, clock.step)
+        self.boards.add("validation", means, clock.step)
         state.evaluated = (clock.step, loss)
         if state.first_loss is None and math.isfinite(loss):
             state.first_loss = loss
@@ -354,11 +355,11 @@ class _Run:
         self.log.step(record)
         if self.log.pending_error and not before:
             self.line.print(f"step {record.step}  cannot write the log: {self.log.pending_error}; its lines are kept")
-        totals = self.watcher.write(record.step, totals=self.board.enabled)
+        totals = self.watcher.write(record.step, totals=bool(self.boards))
         for alarm in self.watcher.alarms:
             self.line.print(str(alarm))
-        self.board.add("train", record.to_json(), record.step)
-        self.board.add("watch", totals, record.step)
+        self.boards.add("train", record.to_json(), record.step)
+        self.boards.add("watch", totals, record.step)
 
     # --- Checkpoints
 

@@ -1,18 +1,11 @@
-"""The progress of a run: one line that is updated on a terminal, plain lines elsewhere, and scalars for TensorBoard."""
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+"""The progress of a run: one line that is updated on a terminal, plain lines elsewhere."""
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from trimtab.hints import load_extra
 from trimtab.runs import StepRecord
 from trimtab.screen import open_console
 from trimtab.train.config import RunConfig
-
-_NOT_PLOTTED = ("step", "warmup_steps", "warmup_tokens")  # the axis, and constants
 
 
 class ProgressLine:
@@ -49,29 +42,3 @@ class ProgressLine:
     def close(self) -> None:
         if self.live:
             self.progress.stop()
-
-
-class TensorBoard:
-    """Writes scalars for TensorBoard (extra `tensorboard`), unless it is disabled."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.writer: Any = None
-        if enabled:
-            load_extra("tensorboard", extra="tensorboard", purpose="tensorboard=True")
-
-    def open(self, folder: Path, step: int) -> None:
-        """Write to a folder, after this step; what an earlier process wrote after it is removed."""
-        if self.enabled:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(folder), purge_step=step + 1)
-
-    def add(self, name: str, values: Mapping[str, Any], step: int) -> None:
-        for key, value in values.items() if self.writer is not None else ():
-            if isinstance(value, int | float) and key not in _NOT_PLOTTED:
-                self.writer.add_scalar(f"{name}/{key}", value, step)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
