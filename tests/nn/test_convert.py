@@ -85,20 +85,19 @@ def test_the_report_says_what_was_done_and_why_not():
     model.tied = nn.Linear(16, 11, bias=False)
     model.tied.weight = model.embed.weight
     report = convert_linears(model, "switchback-m", skip=["layers.*", model.down])
-    assert report.converted.keys() == {"up", "conv", "again"}
+    assert report.converted.keys() == {"up", "conv", "again", "extra.in_proj_weight", "extra.out_proj"}
     assert report.kept == {
         "down": "skipped",
         "layers.0": "skipped",
         "layers.1": "skipped",
         "head": "an output head (name matches 'head'); name it in `only` to convert it",
-        "lm_head": "an output head (name matches '*lm_head'); name it in `only` to convert it",
-        "extra.out_proj": "a NonDynamicallyQuantizableLinear, which has its own forward",
+        "lm_head": "an output head (name matches '*_head'); name it in `only` to convert it",
         "hooked": "it has hooks or parametrizations, which a new layer would lose; convert before adding them",
         "normed": "a ParametrizedLinear, which has its own forward",
         "double": "its weight is torch.float64",
         "tied": "its weight is shared with an embedding",
     }
-    assert "3 linear layers converted to switchback-m, 10 kept" in str(report)
+    assert "5 linear layers converted to switchback-m, 9 kept" in str(report)
     assert "too small for int8 to be faster" in report.converted["up"] or "in float below" in report.converted["up"]
     again = convert_linears(model, "switchback", only=lambda name, module: name in ("up", "head"))
     assert again.converted.keys() == {"head"}
