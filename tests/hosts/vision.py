@@ -1,4 +1,4 @@
-"""Makes timm, open_clip and Composer importable: they are in a folder of their own, beside a torchvision without kernels."""
+"""Makes timm, open_clip and Composer importable: they are in a folder of their own, with a torchvision without ops."""
 
 import functools
 import sys

@@ -106,7 +106,7 @@ def timm_convnext() -> tuple[nn.Module, Loss]:
     use_vision()
     from timm.models.convnext import ConvNeXt
 
-    return ConvNeXt(num_classes=4, depths=(1, 1, 1, 1), dims=(16, 32, 32, 64)), classes
+    return ConvNeXt(num_classes=4, depths=(1, 1, 1, 1), dims=(16, 32, 32, 64), ls_init_value=0.5), classes
 
 
 def open_clip() -> tuple[nn.Module, Loss]:

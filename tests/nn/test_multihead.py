@@ -65,6 +65,10 @@ KINDS = {
 )
 def test_outputs_weights_and_gradients_are_those_of_the_plain_module(kind, mask, weights):
     options, shapes = KINDS[kind]
+    masks = dict(MASKS[mask])
+    if kind == "bias_k":
+        # With this hint alone PyTorch leaves the mask out and hides the added keys, which it does not in other calls.
+        masks.pop("is_causal", None)
     plain = attention(**options)
     ours = copy.deepcopy(plain)
     convert_linears(ours, when=NEVER)  # every product in float: what differs is ours
@@ -73,7 +77,7 @@ def test_outputs_weights_and_gradients_are_those_of_the_plain_module(kind, mask,
     results = []
     for model in (plain, ours, rough):
         x = inputs(**shapes)
-        y, shown = model["attn"](*x, **MASKS[mask], **weights)
+        y, shown = model["attn"](*x, **masks, **weights)
         y.square().mean().backward()
         grads = [p.grad for p in model.parameters()] + [x[0].grad, x[2].grad]
         results.append((y, shown, torch.cat([g.flatten() for g in grads])))
@@ -134,7 +138,7 @@ def test_each_projection_can_be_left_out():
 def test_it_copies_pickles_freezes_and_is_measured():
     model = attention().eval()
     convert_linears(model, when="always")
-    x = [x.detach() for x in inputs()]
+    x = [inputs()[0].detach()] * 3
     with torch.no_grad():
         expected = model["attn"](*x)[0]
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -149,6 +153,7 @@ def test_it_copies_pickles_freezes_and_is_measured():
     assert 0.001 < seen["attn.quantized.in_proj_weight"].error("weight") < 0.02
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # the plain fast path
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_pytorch_s_fast_path_does_not_bypass_the_int8_layers(norm_first):
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def restore(model: Model, *, when: When | None = None) -> Model:
         report: Report = convert_linears(
             model,
             kind,  # type: ignore[arg-type]
-            only=lambda name, _, chosen=chosen: name in chosen,  # type: ignore[misc]
+            only=lambda name, _, chosen=chosen: name in chosen,
             threshold=threshold,
             when=chosen if when is None else when,
         )
@@ -56,8 +56,12 @@ def _names(model: nn.Module, saved: dict[str, int]) -> dict[str, int]:
     for names in (saved, {prefix + name: n for name, n in saved.items()}):
         if all(_has(model, name) for name in names):
             return dict(names)
+    # Without the prefix, and without layers of the head.
     inner = {name.removeprefix(prefix): n for name, n in saved.items() if name.startswith(prefix)}
-    return inner if inner and all(_has(model, name) for name in inner) else dict(saved)
+    if inner and all(_has(model, name) for name in inner):
+        return inner
+    gone = next(name for name in saved if not _has(model, name))
+    raise ValueError(f"the saved model had a quantized layer {gone}, and this {type(model).__name__} has none")
 
 
 def _has(model: nn.Module, name: str) -> bool:
