@@ -19,7 +19,7 @@ from trimtab.nn.experts import SwitchBackExperts, is_experts, matrices_of, quant
 from trimtab.nn.kinds import LinearKind, why_too_large
 from trimtab.nn.linear import Linear, SwitchBackConv1D, SwitchBackLinear, When, _Quantized
 from trimtab.nn.multihead import SEPARATE, SwitchBackAttention, quantize_attention
-from trimtab.nn.parts import CHILD, adopt, find_part
+from trimtab.nn.parts import CHILD, adopt, adopted_from, find_part
 from trimtab.ops.checks import FLOATS
 
 # The paper keeps the output layer in float. Hugging Face and timm models say which layer it is (`_heads`); others are
@@ -155,8 +155,11 @@ def revert_linears(model: nn.Module) -> Report:
                 where = f"{name}.{key}" if name else key
                 report.converted[where] = new.extra_repr() if isinstance(new, nn.Linear) else repr(new)
         if isinstance(module, SwitchBackAttention | SwitchBackExperts):
-            attention = isinstance(module, SwitchBackAttention)
-            module.__class__ = nn.MultiheadAttention if attention else type(module).__mro__[2]
+            # The class changes back; one that something else has changed since, such as fully_shard, would be lost.
+            plain: Any = nn.MultiheadAttention if type(module) is SwitchBackAttention else adopted_from(type(module))
+            if plain is None:
+                raise ValueError(f"{name} is now a {type(module).__name__}; revert before sharding or wrapping it")
+            module.__class__ = plain
             module._modules.pop(CHILD, None)
     _leave_fast_path(model)
     _mark(model)
@@ -331,8 +334,8 @@ def _leave_fast_path(model: nn.Module) -> None:
 def _mark(model: nn.Module) -> None:
     """Write into a Hugging Face config which layers are quantized; other libraries ignore the entry."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(type(config), "save_pretrained"):
-        return
+    if not hasattr(type(config), "save_pretrained") or not hasattr(type(model), "base_model_prefix"):
+        return  # not a model of its own, as PEFT's wrapper, which shows the config of the model inside
     groups = dict[tuple[str, float], dict[str, int]]()
     for place in _places(model):
         if place.quantized is not None:

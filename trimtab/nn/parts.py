@@ -86,6 +86,11 @@ def adopt(ours: Any, theirs: Any) -> Any:
     return made
 
 
+def adopted_from(made: type) -> Any:
+    """The class `theirs` of a class made by `adopt`; None for any other class."""
+    return next((theirs for (_, theirs), known in _ADOPTED.items() if known is made), None)
+
+
 def _remake(ours: type, theirs: type) -> Any:
     cls = adopt(ours, theirs)
     return cls.__new__(cls)
