@@ -249,7 +249,7 @@ def test_heads_and_routers_are_known_by_their_names(name):
     inner[last] = nn.Linear(16, 16)
     report = convert_linears(model, when="always")
     assert report.kept.keys() == {name}
-    assert "name matches" in report.kept[name]
+    assert report.kept[name].startswith("a router (name" if "router" in name else "an output head (name matches")
     assert name in str(report)
 
 
@@ -262,3 +262,18 @@ def test_a_hugging_face_model_says_itself_which_layer_is_its_head():
     (head,) = report.kept
     assert model.get_submodule(head) is model.get_output_embeddings()
     assert "get_output_embeddings()" in report.kept[head]
+
+
+def test_the_gate_of_experts_is_a_router_and_other_gates_are_not():
+    def experts() -> nn.ModuleList:
+        return nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    model = nn.ModuleDict(
+        {
+            "moe": nn.ModuleDict({"gate": nn.Linear(16, 2), "experts": experts()}),
+            "mlp": nn.ModuleDict({"gate": nn.Linear(16, 16), "up": nn.Linear(16, 16)}),
+        }
+    )
+    report = convert_linears(model, when="always")
+    assert report.kept == {"moe.gate": "a router (a gate beside experts); name it in `only` to convert it"}
+    assert len(report.converted) == 4

@@ -125,6 +125,14 @@ def test_parameters_state_dict_and_hooks_stay():
     assert torch.equal(model["attn"](*x)[0], plain["attn"](*x)[0])
 
 
+def test_a_refused_conversion_leaves_the_module_alone():
+    model = attention()
+    for options in ({"when": "never"}, {"threshold": 6.0}, {"kind": "int4"}):
+        with pytest.raises(ValueError, match="when must be|belongs to llm-int8|unknown kind"):
+            convert_linears(model, **options)
+        assert [type(m) for m in model.modules()] == [type(m) for m in attention().modules()]
+
+
 def test_each_projection_can_be_left_out():
     x = inputs()
     exact = attention()["attn"](*x)[0]

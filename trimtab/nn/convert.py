@@ -39,7 +39,8 @@ HEADS = (
     ),
     *("*dense_prediction", "*seq_relationship", "*visual_projection", "*text_projection", "text.proj"),
 )
-ROUTERS = ("*router", "*router.*")  # of mixtures of experts; also a `gate` beside `experts`
+ROUTERS = ("*router", "*router.*")  # of mixtures of experts
+GATE = "a gate beside experts"  # the other usual name
 MARK = "trimtab_linears"  # the entry of a Hugging Face config: which layers are quantized (`trimtab.hosts.hf.restore`)
 SMALLEST = 16  # rows and columns of a 3-D parameter that is reported as a stack of matrices
 
@@ -254,7 +255,7 @@ def _heads(model: nn.Module) -> dict[int, str]:
     heads: dict[int, str] = {}
     for module in model.modules():
         if "experts" in module._modules and isinstance(module._modules.get("gate"), nn.Linear):
-            heads[id(module.gate)] = "a gate of experts"
+            heads[id(module.gate)] = GATE
         for ask in ("get_output_embeddings", "get_classifier"):
             found = getattr(module, ask, lambda: None)() if hasattr(type(module), ask) else None
             for head in found if isinstance(found, tuple) else (found,):
@@ -274,7 +275,8 @@ def _why_head(place: Place, heads: dict[int, str]) -> str | None:
     pattern = pattern or next((pattern for pattern in ROUTERS if fnmatchcase(place.name, pattern)), None)
     if how is None and pattern is None:
         return None
-    return f"an output head ({how or f'name matches {pattern!r}'}); name it in `only` to convert it"
+    what = "a router" if how == GATE or pattern in ROUTERS else "an output head"
+    return f"{what} ({how or f'name matches {pattern!r}'}); name it in `only` to convert it"
 
 
 def _stem(name: str) -> str:

@@ -102,14 +102,14 @@ def quantize_attention(module: nn.MultiheadAttention, name: str, **options: Any)
     """Quantize a projection of the module: `name` is in_proj_weight, or one of SEPARATE. Returns its part."""
     width, bias = module.embed_dim, "in_proj_bias"
     rows = [slice(i * width, (i + 1) * width) for i in range(3)]
+    if name == "in_proj_weight":
+        # Queries, keys and values in one product if they come from the same tensor, and one by one if not.
+        parts = {name: Part(module, name, slice(None), bias=bias, **options)}
+        parts |= {one: Part(module, name, its, bias=bias, **options) for one, its in zip(SEPARATE, rows, strict=True)}
+    else:
+        its = rows[SEPARATE.index(name)]
+        parts = {name: Part(module, name, slice(None), bias=bias, bias_index=its, **options)}
     module.__class__ = SwitchBackAttention
-    if name != "in_proj_weight":
-        part = Part(module, name, slice(None), bias=bias, bias_index=rows[SEPARATE.index(name)], **options)
-        add_part(module, name, part)
-        return part
-    # Queries, keys and values in one product if they come from the same tensor, and one by one if not.
-    for one, its_rows in zip(SEPARATE, rows, strict=True):
-        add_part(module, one, Part(module, name, its_rows, bias=bias, **options))
-    part = Part(module, name, slice(None), bias=bias, **options)
-    add_part(module, name, part)
-    return part
+    for one, part in parts.items():
+        add_part(module, one, part)
+    return parts[name]
