@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.conftest import seed
+from tests.hosts import zoo
 from tests.hosts.zoo import one_thread  # noqa: F401
 from trimtab import cli
 from trimtab.data.tokenizers import END, Bytes, Ids, train_bpe
@@ -170,7 +171,7 @@ def test_onnx_of_a_gpt_and_of_a_clip_without_int8_layers(tmp_path):
     assert "checked with onnxruntime" in said[1]
     revert_linears(model)
     session = onnxruntime.InferenceSession(tmp_path / "gpt" / "model.onnx")
-    for tokens in (TOKENS, TOKENS[:1, :5]):  # any batch, any length
+    for tokens in (TOKENS, TOKENS[:1, :5], TOKENS[:, :1]):  # any batch, any length
         (logits,) = session.run(["logits"], {"tokens": tokens.numpy()})
         expected = model(tokens)
         assert (torch.from_numpy(logits) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -195,6 +196,11 @@ def test_safetensors_are_plain_weights_with_a_config(tmp_path):
     assert torch.equal(other.eval()(TOKENS), model(TOKENS))
     with pytest.raises(ValueError, match="exists already"):
         export(model, tmp_path / "out", "onnx")
+    theirs, _ = zoo.build(zoo.gpt2)  # a user-defined run may train a model of transformers
+    assert "its own save_pretrained" in export(theirs, tmp_path / "theirs", "hf")[0]
+    assert torch.equal(load(tmp_path / "theirs").lm_head.weight, theirs.lm_head.weight)
+    with pytest.raises(ValueError, match=r"is none of trimtab\.nn\. --to safetensors works"):
+        export(nn.Linear(2, 2), tmp_path / "new", "hf")
     with pytest.raises(ValueError, match="unknown format 'gguf'; choose one of hf, safetensors, onnx"):
         export(model, tmp_path / "new", "gguf")
     assert "user-defined" in export(nn.Linear(2, 2), tmp_path / "linear", "safetensors")[0]

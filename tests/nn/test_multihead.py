@@ -128,7 +128,7 @@ def test_parameters_state_dict_and_hooks_stay():
 def test_a_refused_conversion_leaves_the_module_alone():
     model = attention()
     for options in ({"when": "never"}, {"threshold": 6.0}, {"kind": "int4"}):
-        with pytest.raises(ValueError, match="when must be|belongs to llm-int8|unknown kind"):
+        with pytest.raises(ValueError, match=r"when must be|belongs to llm-int8|unknown kind"):
             convert_linears(model, **options)
         assert [type(m) for m in model.modules()] == [type(m) for m in attention().modules()]
 

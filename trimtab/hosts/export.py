@@ -82,21 +82,21 @@ def _export_onnx(model: nn.Module, folder: Path) -> list[str]:
         said.append("the int8 layers were replaced by plain ones with the same weights: ONNX has no such operator")
     batch = torch.export.Dim("batch", min=1, max=2**20)
     if isinstance(model, GPT):
-        length = torch.export.Dim("length", min=1, max=model.config.context)
-        inputs: dict[str, Tensor] = {"tokens": torch.zeros(2, min(8, model.config.context), dtype=torch.int64)}
-        shapes: Any = {"tokens": {0: batch, 1: length}}
-        outputs = ["logits"]
-        if model.config.context < 2:
-            shapes = {"tokens": {0: batch}}
+        context, outputs = model.config.context, ["logits"]
+        inputs = {"tokens": (torch.arange(2 * min(8, context)) % model.config.vocab).view(2, -1)}
+        shapes: Any = {"tokens": {0: batch}}
+        if context > 1:
+            shapes["tokens"][1] = torch.export.Dim("length", min=1, max=context)
     elif isinstance(model, CLIP):
         size, config = model.config.image_size, model.config
-        tokens = torch.full((2, config.context), config.vocab - 1)
-        inputs = {"images": torch.zeros(2, config.channels, size, size), "tokens": tokens}
+        tokens = torch.arange(2 * config.context).view(2, -1) % (config.vocab - 1)
+        tokens[:, -1] = config.vocab - 1  # the end token
+        inputs = {"images": torch.randn(2, config.channels, size, size), "tokens": tokens}
         shapes, outputs = {"images": {0: batch}, "tokens": {0: batch}}, ["image_features", "text_features", "scale"]
     else:
         raise ValueError(
-            f"the shapes of a {type(model).__name__}'s inputs are not known here; load the model from --to safetensors "
-            "and call torch.onnx.export(revert_linears(model), inputs)"
+            f"the shapes of a {type(model).__name__}'s inputs are not known here; call revert_linears(model) and then "
+            "torch.onnx.export(model, inputs)"
         )
     # Not by torch.onnx.export, which would make a batch of any size one of size 2 without a word if it failed.
     exported = torch.export.export(model, tuple(inputs.values()), dynamic_shapes=shapes)
@@ -115,10 +115,9 @@ def _compare_onnx(model: nn.Module, path: Path, inputs: dict[str, Tensor]) -> st
     except ImportError:
         return "not checked, because onnxruntime is not installed"
     session = onnxruntime.InferenceSession(str(path))
-    drawn = {name: torch.randn(x.shape) if x.is_floating_point() else x for name, x in inputs.items()}
-    expected = model(*drawn.values())
+    expected = model(*inputs.values())
     expected = (expected,) if isinstance(expected, Tensor) else tuple(expected)
-    found = session.run(None, {name: x.numpy() for name, x in drawn.items()})
+    found = session.run(None, {name: x.numpy() for name, x in inputs.items()})
     worst = max(float((torch.from_numpy(y) - x).abs().max()) for x, y in zip(expected, found, strict=True))
     if not worst < 1e-2 * max(1.0, *(float(x.abs().max()) for x in expected)):
         raise RuntimeError(f"onnxruntime computes something else from {path}: the largest difference is {worst:.2g}")
@@ -131,6 +130,10 @@ def _compare_onnx(model: nn.Module, path: Path, inputs: dict[str, Tensor]) -> st
 def _export_hf(model: nn.Module, folder: Path, tokenizer: TextTokenizer | None) -> list[str]:
     transformers = load_extra("transformers", extra="hf", purpose="exporting to transformers")
     config = getattr(model, "config", None)
+    if isinstance(model, transformers.PreTrainedModel):
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        return [f"it is a {type(model).__name__} of transformers, saved by its own save_pretrained"]
     why = _why_not(config) if isinstance(config, BlockConfig) else f"a {type(model).__name__} is none of trimtab.nn"
     if why is not None:
         raise ValueError(f"no architecture of transformers computes this model: {why}. --to safetensors works")
