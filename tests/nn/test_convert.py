@@ -85,20 +85,19 @@ def test_the_report_says_what_was_done_and_why_not():
     model.tied = nn.Linear(16, 11, bias=False)
     model.tied.weight = model.embed.weight
     report = convert_linears(model, "switchback-m", skip=["layers.*", model.down])
-    assert report.converted.keys() == {"up", "conv", "again"}
+    assert report.converted.keys() == {"up", "conv", "again", "extra.in_proj_weight", "extra.out_proj"}
     assert report.kept == {
         "down": "skipped",
         "layers.0": "skipped",
         "layers.1": "skipped",
         "head": "an output head (name matches 'head'); name it in `only` to convert it",
-        "lm_head": "an output head (name matches '*lm_head'); name it in `only` to convert it",
-        "extra.out_proj": "a NonDynamicallyQuantizableLinear, which has its own forward",
+        "lm_head": "an output head (name matches '*_head'); name it in `only` to convert it",
         "hooked": "it has hooks or parametrizations, which a new layer would lose; convert before adding them",
         "normed": "a ParametrizedLinear, which has its own forward",
         "double": "its weight is torch.float64",
         "tied": "its weight is shared with an embedding",
     }
-    assert "3 linear layers converted to switchback-m, 10 kept" in str(report)
+    assert "5 linear layers converted to switchback-m, 9 kept" in str(report)
     assert "too small for int8 to be faster" in report.converted["up"] or "in float below" in report.converted["up"]
     again = convert_linears(model, "switchback", only=lambda name, module: name in ("up", "head"))
     assert again.converted.keys() == {"head"}
@@ -250,7 +249,7 @@ def test_heads_and_routers_are_known_by_their_names(name):
     inner[last] = nn.Linear(16, 16)
     report = convert_linears(model, when="always")
     assert report.kept.keys() == {name}
-    assert "name matches" in report.kept[name]
+    assert report.kept[name].startswith("a router (name" if "router" in name else "an output head (name matches")
     assert name in str(report)
 
 
@@ -263,3 +262,18 @@ def test_a_hugging_face_model_says_itself_which_layer_is_its_head():
     (head,) = report.kept
     assert model.get_submodule(head) is model.get_output_embeddings()
     assert "get_output_embeddings()" in report.kept[head]
+
+
+def test_the_gate_of_experts_is_a_router_and_other_gates_are_not():
+    def experts() -> nn.ModuleList:
+        return nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    model = nn.ModuleDict(
+        {
+            "moe": nn.ModuleDict({"gate": nn.Linear(16, 2), "experts": experts()}),
+            "mlp": nn.ModuleDict({"gate": nn.Linear(16, 16), "up": nn.Linear(16, 16)}),
+        }
+    )
+    report = convert_linears(model, when="always")
+    assert report.kept == {"moe.gate": "a router (a gate beside experts); name it in `only` to convert it"}
+    assert len(report.converted) == 4

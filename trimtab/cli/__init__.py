@@ -1,7 +1,7 @@
 """Command-line interface. A command is a function; tyro parses its arguments (options.py).
 
 lab.py      lab, report, predict, tune-seqlen              studies of many runs
-runs.py     train, resume, eval, sample, watch, explain    one run
+runs.py     train, resume, eval, sample, export, watch, explain    one run
 about.py    recipes, schedule, doctor                      recipes and the installation
 
 Exit codes: 0; 1 if the run failed, and for a bug; 2 for bad input; 130 and 143 after Ctrl-C and SIGTERM.
@@ -34,6 +34,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "resume": runs.resume,
     "eval": runs.evaluate,
     "sample": runs.sample,
+    "export": runs.export,
     "watch": runs.watch,
     "explain": runs.explain,
     "recipes": about.recipes,

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trimtab.cli.options import configure, exit_code, local, override
 from trimtab.screen import printable
@@ -99,6 +99,34 @@ def sample(
     text = sample(folder, prompt=prompt, tokens=tokens, **options)
     # A model can write any byte; on a terminal, control characters are escaped.
     print("\n".join(map(printable, text.split("\n"))) if sys.stdout.isatty() else text)
+    return 0
+
+
+def export(
+    folder: Path,
+    /,
+    *,
+    to: Literal["hf", "safetensors", "onnx"],
+    out: Path | None = None,
+    step: int | None = None,
+    trust: str | None = None,
+) -> int:
+    """Write a trained model in another library's format: trimtab export runs/gpt-tiny --to hf
+
+    Args:
+        to: hf opens in transformers; safetensors are plain weights; onnx runs in onnxruntime
+        out: a new folder; default: the name of the run and of the format, here
+        step: of the checkpoint; default: the last one, -1: the best
+        trust: the code package.file:function of a user-defined model, which is run
+    """
+    from trimtab.hosts.export import export
+    from trimtab.train import load_run, load_tokenizer
+
+    out = local(out) if out else Path(f"{folder.resolve().name}-{to}")
+    config, model, chosen = load_run(local(folder), step, trust=trust)
+    tokenizer = load_tokenizer(folder, config) if to == "hf" else None
+    said = export(model, out, to, tokenizer=tokenizer)
+    print("\n".join([f"step {chosen} of {folder} is in {out}", *said]))
     return 0
 
 

@@ -149,7 +149,8 @@ class ImageTower(nn.Module):
     def forward(self, images_BCSS: Tensor) -> Tensor:
         check_images(images_BCSS, self.image_shape, self.conv1.weight.dtype)
         x_BND = self.conv1(images_BCSS).flatten(2).transpose(1, 2)
-        first = self.class_embedding.to(x_BND.dtype).expand(len(x_BND), 1, -1)
+        # `shape[0]`, here and below: torch.export takes `len` for a constant.
+        first = self.class_embedding.to(x_BND.dtype).expand(x_BND.shape[0], 1, -1)
         x_BND = torch.cat([first, x_BND], dim=1) + self.positional_embedding
         if self.training and self.patch_dropout:
             x_BND = drop_patches(x_BND, self.patch_dropout)
@@ -177,7 +178,7 @@ class TextTower(nn.Module):
         x_BTD = self.token_embedding(tokens_BT) + self.positional_embedding[: tokens_BT.shape[1]]
         x_BTD = self.transformer(x_BTD)
         is_end = tokens_BT == self.vocab - 1
-        x_BD = x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), is_end.int().argmax(dim=1)]
+        x_BD = x_BTD[torch.arange(x_BTD.shape[0], device=x_BTD.device), is_end.int().argmax(dim=1)]
         # On a GPU the ids are not checked (it would synchronise): a caption without an end token gives NaN.
         x_BD = torch.where(is_end.any(dim=1, keepdim=True), x_BD, torch.nan)
         features: Tensor = self.ln_final(x_BD) @ self.proj

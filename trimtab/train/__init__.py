@@ -13,7 +13,7 @@ from trimtab.train.config import (
     ScheduleConfig,
     SeqLenConfig,
 )
-from trimtab.train.evaluate import evaluate, load_run, sample
+from trimtab.train.evaluate import evaluate, load_run, load_tokenizer, sample
 from trimtab.train.loop import resume, train
 from trimtab.train.processes import ProcessLost
 from trimtab.train.tensors import CheckpointError
@@ -35,6 +35,7 @@ __all__ = [
     "SeqLenConfig",
     "evaluate",
     "load_run",
+    "load_tokenizer",
     "read_lines",
     "resume",
     "sample",

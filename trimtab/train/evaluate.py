@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data import open_corpus, open_pairs
+from trimtab.data.tokenizers import TextTokenizer
 from trimtab.nn import CLIP, ByteTokenizer
 from trimtab.runs import RunError, RunFolder
 from trimtab.train.build import build_model, build_task, check_data
@@ -29,6 +30,16 @@ def load_run(folder: Path, step: int | None = None, *, trust: str | None = None)
     model = build_model(config)
     checkpoints.load(chosen, model, None)
     return config, model.eval(), chosen
+
+
+def load_tokenizer(folder: Path, config: RunConfig) -> TextTokenizer | None:
+    """The tokenizer of a run's text; None if it has no text, as a CLIP."""
+    if not isinstance(config, GPTRun):
+        return None
+    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)
+    if config.data.tokenizer.startswith("bpe:") and corpus.sha256 != RunFolder(folder).require_config().sha256:
+        raise RunError(f"{config.data.corpus} has changed since the training, and with it the tokenizer; restore it")
+    return corpus.tokenizer
 
 
 @torch.no_grad()
@@ -89,17 +100,15 @@ def sample(
     if not isinstance(config, GPTRun):
         kind = "a CLIP" if isinstance(config, CLIPRun) else "a user-defined model"
         raise RunError(f"{folder} holds {kind}, which writes no text; try `trimtab eval {folder}`")
-    corpus = open_corpus(config.data.corpus, tokenizer=config.data.tokenizer, cache=config.data.cache)
-    if corpus.end is None:
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None or tokenizer.end is None:
         raise RunError(f"{config.data.corpus} is a token file without a tokenizer: tokens cannot be turned into text")
-    if config.data.tokenizer.startswith("bpe:") and corpus.sha256 != RunFolder(folder).require_config().sha256:
-        raise RunError(f"{config.data.corpus} has changed since the training, and with it the tokenizer; restore it")
-    ids = torch.tensor([[corpus.end, *corpus.encode(prompt)]])
+    ids = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(tokens):
-        logits = model(ids[:, -config.model.context :])[0, -1, : corpus.vocab]
+        logits = model(ids[:, -config.model.context :])[0, -1, : tokenizer.vocab]
         ids = torch.cat([ids, draw(logits, temperature, top_k, generator)[None]], dim=1)
-    return str(corpus.decode(ids[0, 1:].tolist()))
+    return tokenizer.decode(ids[0, 1:].tolist())
 
 
 def _check_sampling(tokens: int, temperature: float, top_k: int | None, seed: int) -> None:

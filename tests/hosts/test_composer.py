@@ -1,0 +1,55 @@
+"""Composer's Trainer with int8 layers and an 8-bit optimizer."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.conftest import seed
+from tests.hosts import zoo
+from tests.hosts.vision import use_vision
+from tests.hosts.zoo import one_thread  # noqa: F401
+from trimtab import optim
+from trimtab.nn import convert_linears
+
+
+@pytest.mark.filterwarnings("ignore")  # Composer is older than this PyTorch, and warns of everything
+def test_composer_trains_a_few_steps():
+    use_vision()
+    pytest.importorskip("mcli", reason="Composer needs mosaicml-cli")
+    from composer import Trainer
+    from composer.loggers import InMemoryLogger
+    from composer.models import ComposerModel
+
+    class Net(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = zoo.timm_vit()[0]
+
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return self.net(batch[0])
+
+        def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(outputs, batch[1])
+
+    torch.manual_seed(0)
+    model = Net()
+    assert convert_linears(model, when="always").share > 0.7
+    images, labels = torch.randn(4, 3, 32, 32, generator=seed(0)), torch.arange(4)
+    data = DataLoader(TensorDataset(images.repeat(5, 1, 1, 1), labels.repeat(5)), batch_size=4)
+    optimizer = optim.StableAdamW(model.named_parameters(), lr=1e-2, bits=8)
+    log = InMemoryLogger()
+    trainer = Trainer(
+        model=model,
+        train_dataloader=data,
+        max_duration="5ba",
+        optimizers=optimizer,
+        device="cpu",
+        loggers=[log],
+        progress_bar=False,
+    )
+    trainer.fit()
+    losses = [float(loss) for _, loss in log.data["loss/train/total"]]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.1
