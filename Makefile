@@ -57,7 +57,8 @@ bench: .venv/installed
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi \
 		deepspeed einops hjson ninja py-cpuinfo torchtitan
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/vision -c constraints.txt \
-		torchvision open_clip_torch timm mosaicml
+		torchvision open_clip_torch timm mosaicml mosaicml-cli arrow argcomplete backoff coolname gql graphql-core \
+		pytorch_ranger questionary ruamel.yaml termcolor torch_optimizer validators websockets
 	touch $@
 
 .venv/docs: .venv/ready

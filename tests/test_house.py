@@ -37,7 +37,6 @@ ALLOWED = {
     "lab": {"train", "recipes", "analysis", "report", "runs", "data"},
     "report": {"analysis", "runs"},
     "analysis": {"runs"},
-    "hosts": {"nn", "optim", "data", "watch", "schedule"},
     "recipes": {"train", "nn", "optim", "data", "schedule"},
     "hosts": {"nn", "optim", "data", "watch", "schedule"},
     "train": {"nn", "optim", "data", "watch", "schedule", "runs"},

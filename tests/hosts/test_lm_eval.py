@@ -78,11 +78,12 @@ def test_the_windows_of_a_long_text_cover_every_token_once(model):
 
 def test_a_model_that_knows_the_texts_solves_the_tasks():
     torch.manual_seed(0)
-    model = tt.nn.GPT(tt.nn.GPTConfig(vocab=257, depth=2, width=64, heads=4, context=CONTEXT))
+    context = 64
+    model = tt.nn.GPT(tt.nn.GPTConfig(vocab=257, depth=2, width=64, heads=4, context=context))
     optimizer = tt.optim.AdamW(model.named_parameters(), lr=1e-2)
     texts = [json.loads(line)["text"] for line in (TASKS / "last_word.jsonl").read_text().splitlines()]
     texts += ["one two three\n", "the cat sat\n"]
-    rows = [[256, *text.encode(), 256][-CONTEXT - 1 :] for text in texts]
+    rows = [[256, *text.encode(), 256][-context - 1 :] for text in texts]
     longest = max(map(len, rows))
     data = torch.tensor([row + [256] * (longest - len(row)) for row in rows])
     before = run_tasks(LanguageModel(model, Bytes()), NAMES, folder=TASKS)

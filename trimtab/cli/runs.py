@@ -54,19 +54,61 @@ def evaluate(
     batches: int = 32,
     force: bool = False,
     trust: str | None = None,
+    tasks: tuple[str, ...] = (),
+    task_folder: Path | None = None,
+    examples: int | None = None,
+    shots: int | None = None,
 ) -> int:
-    """Validation loss of a run at full length; zero-shot accuracy of a CLIP.
+    """Validation loss of a run at full length; zero-shot accuracy of a CLIP; tasks for language models.
 
     Args:
         step: of the checkpoint; default: the last one, -1: the best
         batches: number of validation batches
         force: evaluate also on data that has changed since the training
         trust: the code package.file:function of a user-defined model, which is run
+        tasks: of lm-evaluation-harness, in place of the validation loss: lambada_openai, piqa ...
+        task_folder: a folder with more tasks, in its YAML format
+        examples: of each task, at most
+        shots: solved examples in front of each question
     """
+    if tasks:
+        return _run_tasks(folder, step, trust, tasks, task_folder, examples, shots)
     from trimtab.train import evaluate
 
     for name, value in evaluate(folder, step=step, batches=batches, force=force, trust=trust).items():
         print(f"{name:16} {value:.4f}" if isinstance(value, float) else f"{name:16} {value}")
+    return 0
+
+
+def _run_tasks(
+    folder: Path,
+    step: int | None,
+    trust: str | None,
+    tasks: tuple[str, ...],
+    task_folder: Path | None,
+    examples: int | None,
+    shots: int | None,
+) -> int:
+    from trimtab.hints import load_extra
+
+    load_extra("lm_eval", extra="eval", purpose="--tasks")
+    from trimtab.hosts.lm_eval import LanguageModel, run_tasks
+    from trimtab.nn import GPT
+    from trimtab.runs import RunError
+    from trimtab.train import load_run, load_tokenizer
+
+    config, model, chosen = load_run(local(folder), step, trust=trust)
+    tokenizer = load_tokenizer(folder, config)
+    if tokenizer is None or not isinstance(model, GPT):
+        raise RunError(f"{folder} holds no language model, so it has no such tasks; try `trimtab eval {folder}`")
+    print(f"{'step':16} {chosen}")
+    try:
+        found = run_tasks(LanguageModel(model, tokenizer), tasks, folder=task_folder, examples=examples, shots=shots)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    for name, metrics in found.items():
+        for metric, value in metrics.items():
+            print(f"{name:32} {metric:20} {value:.4f}")
     return 0
 
 

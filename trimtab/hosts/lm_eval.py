@@ -9,7 +9,7 @@ context is cut off at the left; perplexities of longer texts are of windows that
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lm_eval
 import torch
@@ -18,8 +18,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.functional import pad
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
+from trimtab.data.tokenizers import TextTokenizer
 from trimtab.hosts.versions import check_version
 from trimtab.nn import GPT
 
@@ -27,29 +28,18 @@ check_version("lm_eval")
 Pair = tuple[list[int], list[int]]  # tokens of a context, and of its continuation
 
 
-class Text(Protocol):
-    """What is needed of a tokenizer; `trimtab.data` has some."""
-
-    vocab: int
-    end: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
 class LanguageModel(TemplateLM):  # type: ignore[misc]
     """A GPT and its tokenizer, as the harness calls them."""
 
     backend = "causal"
 
-    def __init__(self, model: GPT, tokenizer: Text, *, batch: int = 16) -> None:
+    def __init__(self, model: GPT, tokenizer: TextTokenizer, *, batch: int = 16) -> None:
         super().__init__()
         if tokenizer.end is None:
             raise ValueError("the tokenizer has no end token, which begins every document here")
         self.model, self.tokenizer, self.batch = model.eval(), tokenizer, batch
         self.max_length = model.config.context
-        self.device = next(model.parameters()).device
+        self.at = next(model.parameters()).device
 
     @property
     def eot_token_id(self) -> int:
@@ -82,7 +72,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]
         rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in pairs]
         longest = max(len(row) for row in rows)
         # Padding at the right: no earlier token sees it.
-        tokens = torch.stack([pad(torch.tensor(row), (0, longest - len(row))) for row in rows]).to(self.device)
+        tokens = torch.stack([pad(torch.tensor(row), (0, longest - len(row))) for row in rows]).to(self.at)
         logits = self.model(tokens[:, :-1])[..., : self.tokenizer.vocab].float()
         scores = []
         for row, text, (_, continuation), each in zip(rows, tokens, pairs, logits, strict=True):
@@ -117,7 +107,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]
         ends = [ends] if isinstance(ends, str) else ends
         tokens, made = [self.eot_token_id, *self.tok_encode(context)], list[int]()
         while len(made) < options.get("max_gen_toks", 256):
-            window = torch.tensor([(tokens + made)[-self.max_length :]], device=self.device)
+            window = torch.tensor([(tokens + made)[-self.max_length :]], device=self.at)
             logits: Tensor = self.model(window)[0, -1, : self.tokenizer.vocab]
             made.append(int(logits.argmax()))
             text = self.tokenizer.decode(made)
@@ -138,7 +128,10 @@ def run_tasks(
     shots: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """The metrics of each task. `examples` limits each task to its first ones; `shots` are examples in the context."""
-    manager = TaskManager(include_path=None if folder is None else str(folder))
+    own_folder = None if folder is None else str(folder)
+    manager = TaskManager(include_path=own_folder, include_defaults=False)
+    if not set(tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=own_folder)  # reads thousands of files: some seconds
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         own = "" if folder is None else f", nor of {folder}"
