@@ -43,6 +43,7 @@ from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
 from trimtab.optim.memory.offload import Offloaded, Piece, check_offload
 from trimtab.optim.memory.release import NO_HOOKS, Norm, Release, check_release
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
+from trimtab.optim.places import Place, Places
 
 __all__ = ["Batch", "Optimizer", "Options"]
 
@@ -63,7 +64,7 @@ class Optimizer(torch.optim.Optimizer):
         given = dict(options)
         keep, offload = given.pop("keep32", None), given.pop("offload", None)
         self._rules: tuple[Keep, ...] = EMBEDDINGS if keep is None else as_rules(keep)  # type: ignore[arg-type]
-        self._exempt: dict[Tensor, str] = {}
+        self._places = Places()
         self._storage: dict[Tensor, Storage] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
         self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
@@ -152,13 +153,14 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        exempt: list[str | None] = []
         for name, p in zip(names, group["params"], strict=True):
             found = [i for i, rule in enumerate(shared) if matches(rule, name, p)]
             why = [rule for rule in own if matches(rule, name, p)] + [shared[i] for i in found]
-            if why:
-                self._exempt[p] = reason(why[0])
+            exempt.append(reason(why[0]) if why else None)
             if self._used_rules is not None:
                 self._used_rules.update(found)
+        self._places.add(group, exempt)
 
     @property
     def names(self) -> list[str]:
@@ -176,7 +178,36 @@ class Optimizer(torch.optim.Optimizer):
 
     def storage_of(self, p: Tensor, group: dict[str, Any]) -> Storage:
         """How this parameter's moments are stored, or will be."""
-        return self._storage.get(p) or choose_storage(p.numel(), group, self._exempt.get(p))
+        return self._storage.get(p) or choose_storage(p.numel(), group, self._place_of(p, group).exempt)
+
+    def _place_of(self, p: Tensor, group: dict[str, Any]) -> Place:
+        """What is known of this parameter, also if a host has replaced the tensors since this optimizer was made."""
+        place = self._places.find(p)
+        if place is None:
+            self._recognise()
+            place = self._places.find(p)
+        assert place is not None, "the parameter is in no group"
+        return place
+
+    def _recognise(self) -> None:
+        """Tensors that a host has put in place of the parameters."""
+        found = self._places.match(self.param_groups)
+        for group, places in zip(self.param_groups, found, strict=True):
+            for place, p in zip(places, group["params"], strict=True):
+                if (old := place.tensor()) is p:
+                    continue
+                check_param(place.name, p, group["rounding"])
+                if self._offloaded is not None:
+                    raise ValueError(
+                        f"{place.name} has been replaced by another tensor, but offload has room for the old one; make "
+                        "the optimizer after the host has replaced the parameters"
+                    )
+                if old is not None and self.state.get(old) and not self.state.get(p):
+                    raise ValueError(
+                        f"{place.name} has been replaced by another tensor, and its state would be lost; load "
+                        "the state afterwards (Accelerate: load_state after prepare; DeepSpeed: engine.load_checkpoint)"
+                    )
+        self._places.move(self.param_groups, found)
 
     # --- The step
 
@@ -369,7 +400,8 @@ class Optimizer(torch.optim.Optimizer):
         batch.counts, batch.steps = counts, counts + 1
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
+        check_param(self._place_of(p, group).name, p, group["rounding"])  # a host may have changed it
+        self._storage[p] = storage = self.storage_of(p, group)
         mine = local(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device=home_of_numbers(mine.device))
         for name, kind in zip(self.states_of(group), RULES[self.rule_of(group)].states, strict=False):
@@ -515,12 +547,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the others have been applied already
-        own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
+        listed = [(p, self._place_of(p, group).exempt) for group in self.param_groups for p in group["params"]]
+        exempt = {p: why for p, why in listed if why is not None}
+        own = {"_rules": patterns, "_exempt": exempt, "_storage": self._storage, "_measured": []}
         return super().__getstate__() | own | {"_on_host": self._on_host}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._used_rules = None
+        self._places, exempt = Places(), self.__dict__.pop("_exempt")
+        for group in self.param_groups:
+            self._places.add(group, [exempt.get(p) for p in group["params"]])
         self._counts = {}
         self.__dict__.setdefault("_on_host", False)
         self._offloaded = None  # its state is a copy in memory
