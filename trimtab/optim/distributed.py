@@ -7,17 +7,14 @@
     dcp.load(state, checkpoint_id=path)
     load_distributed_state_dict(model, optimizer, state["optim"])
 
-Use these two functions in place of `get_optimizer_state_dict` and `set_optimizer_state_dict`. They give DCP portable
-state. If DCP reads packed 8-bit state, an error is raised: its blocks belong to tensors that are not sharded.
+The state is portable. PyTorch's `get_optimizer_state_dict` and `set_optimizer_state_dict`, which hosts call, do the
+same, also with `flatten_optimizer_state_dict=True`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from trimtab.optim.checkpoint import UNFLATTENED
 from trimtab.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -30,8 +27,7 @@ def distributed_state_dict(
     """The portable state of `optimizer`, by the names of the parameters. Works with DDP, FSDP2 and one process."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    with _portable(optimizer, options):
-        return get_optimizer_state_dict(model, optimizer, options=options)
+    return get_optimizer_state_dict(model, optimizer, options=options)
 
 
 def load_distributed_state_dict(
@@ -40,17 +36,4 @@ def load_distributed_state_dict(
     """Load what `distributed_state_dict` returned, here or on another number of processes."""
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    with _portable(optimizer, options):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
-
-
-@contextmanager
-def _portable(optimizer: Optimizer, options: "StateDictOptions | None") -> Iterator[None]:
-    """`optimizer.state_dict()`, which DCP calls without arguments, is portable inside."""
-    if getattr(options, "flatten_optimizer_state_dict", False) and optimizer.has_8bit_state():
-        raise ValueError(f"8-bit state saved in this way could not be loaded; {UNFLATTENED}")
-    optimizer.default_format = "portable"
-    try:
-        yield
-    finally:
-        optimizer.default_format = None
+    set_optimizer_state_dict(model, optimizer, state, options=options)

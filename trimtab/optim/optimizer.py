@@ -57,7 +57,7 @@ RING = 100  # gradient norms that percentile clipping keeps
 
 class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]  # in trimtab.ops.step.RULES
-    default_format: checkpoint.Format | None = None  # of `state_dict()`; trimtab.optim.distributed sets it
+    default_format: checkpoint.Format | None = None  # of `state_dict()`, where a host calls it without arguments
     moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
@@ -356,7 +356,8 @@ class Optimizer(torch.optim.Optimizer):
         if not usual:
             first = next(iter(batch.names), "")
             for owner, mine, state in zip(batch.owners, params, states, strict=True):
-                if {first, f"{first}_codes"} & state.keys() == {f"{first}_codes" if bits == 32 else first}:
+                coded = f"{first}_codes" in state
+                if coded != (bits == 8) and (coded or first in state):
                     checkpoint.adopt(self, owner, batch.group, state)  # assigned by the user, in the other format
                 self._check_state(mine, state, batch.storage, batch.group)
             batch.params = [flat(p) for p in params]
@@ -407,6 +408,7 @@ class Optimizer(torch.optim.Optimizer):
         for name, kind in zip(self.states_of(group), RULES[self.rule_of(group)].states, strict=False):
             first, home = self.initial(group), self._home(mine)
             state |= new_moment(mine, name, storage, signed=kind != "v", value=first, device=home)
+        state |= checkpoint.label(storage, self.states_of(group))
 
     def _home(self, mine: Tensor) -> torch.device:
         """Where the moments of a parameter are."""
@@ -532,8 +534,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self, *, format: checkpoint.Format | None = None) -> dict[str, Any]:
         """`packed`: codes and scales, for an exact resume. `portable`: float32, for other optimizers and other shards.
 
-        The default is packed, or portable if parameters are sharded. For torch.distributed.checkpoint use
-        `trimtab.optim.distributed_state_dict`.
+        The default is `default_format`; if that is None, packed, or portable if parameters are sharded.
+        torch.distributed.checkpoint gets portable state.
         """
         return checkpoint.save(self, format)
 
