@@ -26,6 +26,7 @@ ALLOWED = {
     "analysis": {"runs"},
     "recipes": {"train", "nn", "optim", "data", "schedule"},
     "train": {"nn", "optim", "data", "watch", "schedule", "runs"},
+    "hosts": {"nn", "optim", "data", "watch", "schedule"},
     "watch": {"nn.tap", "ops"},
     "nn": {"ops"},
     "optim": {"ops"},
