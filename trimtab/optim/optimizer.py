@@ -12,8 +12,9 @@ A step never waits for the device, except for the copies of offloaded state.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from trimtab.ops.step.windows import check_not_captured, cut, is_away, wait_for_
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
-from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
+from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, groups, matches, reason
 from trimtab.optim.memory.offload import Offloaded, Piece, check_offload
 from trimtab.optim.memory.release import NO_HOOKS, Norm, Release, check_release
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
@@ -71,6 +72,7 @@ class Optimizer(torch.optim.Optimizer):
         self._release: Release | None = None
         self._offloaded: Offloaded | None = None
         self._on_host = False  # state is in host memory, whatever the device of its parameter
+        self._nameless = False  # a matrix has 8-bit state because its name is not known
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -78,8 +80,44 @@ class Optimizer(torch.optim.Optimizer):
         idle = [reason(rule) for i, rule in enumerate(self._rules) if keep is not None and i not in used]
         if idle:
             warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
+        if self._nameless:
+            warnings.warn(
+                "the parameters have no names, so embeddings cannot be recognised and get 8-bit state, which can make "
+                f"training unstable. Pass model.named_parameters(), or call {type(self).__name__}.for_model(model, "
+                "...); if there are no embeddings, or 8 bits are meant for them too, pass keep32=()",
+                stacklevel=3,
+            )
         if offload is not None:
             self._offload(check_offload(offload, [p for group in self.param_groups for p in group["params"]]))
+
+    @overload
+    @classmethod
+    def for_model(cls, model: nn.Module, **options: Any) -> Self: ...
+    @overload
+    @classmethod
+    def for_model(cls) -> Callable[..., Self]: ...
+    @classmethod
+    def for_model(cls, model: nn.Module | None = None, **options: Any) -> Self | Callable[..., Self]:
+        """An optimizer of the trainable parameters of a model, with their names: embeddings keep 32-bit state.
+
+        >>> optimizer = AdamW.for_model(model, lr=3e-4, weight_decay=0.1, bits=8)
+        >>> trainer = Trainer(model, ..., optimizer_cls_and_kwargs=(AdamW.for_model, {"lr": 3e-4, "bits": 8}))
+
+        `options` are those of the class and of `trimtab.optim.groups`: matrices decay and vectors do not, and muParam
+        scales learning rates if `mup_ratio` is given. Frozen parameters are left out. Without a model the result is
+        this function: the Trainer calls it as `for_model()(model, **options)`.
+        """
+        if model is None:
+            if options:
+                raise TypeError(f"{cls.__name__}.for_model needs a model besides {', '.join(options)}")
+            return cls.for_model
+        own = signature(cls).parameters
+        given = {name: own[name].default for name in ("lr", "weight_decay")} | options
+        grouped = {name: given.pop(name) for name in signature(groups).parameters if name in given and name != "lr"}
+        made = groups(model, lr=given["lr"], **grouped)
+        for group in made:
+            group["params"] = [(name, p) for name, p in group["params"] if p.requires_grad]
+        return cls([group for group in made if group["params"]], **given)
 
     # --- Defined by subclasses
 
@@ -161,6 +199,8 @@ class Optimizer(torch.optim.Optimizer):
             if self._used_rules is not None:
                 self._used_rules.update(found)
         self._places.add(group, exempt)
+        if shared is EMBEDDINGS and names and names[0] is None:
+            self._nameless |= any(self.storage_of(p, group).bits == 8 for p in group["params"] if p.dim() == 2)
 
     @property
     def names(self) -> list[str]:
@@ -556,7 +596,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._used_rules = None
+        self._used_rules, self._nameless = None, False
         self._places, exempt = Places(), self.__dict__.pop("_exempt")
         for group in self.param_groups:
             self._places.add(group, [exempt.get(p) for p in group["params"]])
