@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -93,8 +94,10 @@ class PackedState(dict[Any, Any]):
     tensors cannot be sharded, so under a name the state is portable.
     """
 
-    def __init__(self, state: Mapping[Any, Any], portable: Mapping[int, Callable[[], Entry]]) -> None:
-        """`portable`: how to make it, by the id of the packed state."""
+    def __init__(
+        self, state: Mapping[Any, Any], portable: Mapping[int, Callable[[], Entry]] = MappingProxyType({})
+    ) -> None:
+        """`portable`: how to make it, by the id of the packed state. (Accelerate copies a dict as type(x)(items).)"""
         super().__init__(state)
         self._portable = portable
 
