@@ -148,7 +148,8 @@ def test_accelerate_launch_resumes_bit_for_bit(tmp_path, mode, name):
     code = f"from tests.hosts.test_accelerate import *; resume(Path({str(tmp_path)!r}), {mode!r}, {name!r})"
     script = tmp_path / "train.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(PROCESSES)]
+    # With --cpu it starts one process per machine; --multi_gpu starts torchrun, and the script chooses the CPU.
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(PROCESSES)]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
