@@ -562,6 +562,20 @@ def test_fsdp1_is_refused(views):
         build("StableAdamW", model)
 
 
+@on_two_processes
+def test_fsdp1_is_refused_at_the_step_too():
+    """A host may wrap the model after the optimizer was made; Accelerate does."""
+    model = Tensors(EVEN)
+    optimizer = build("StableAdamW", model)
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    [group] = optimizer.param_groups
+    group["params"] = list(wrapped.parameters())
+    for p in group["params"]:
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match=r"concatenated .*(FSDP1|ZeRO).* Use FSDP2"):
+        optimizer.step()
+
+
 def test_zero_is_refused():
     p = nn.Parameter(torch.zeros(4))
     p.ds_id = 0  # type: ignore[attr-defined]  # how DeepSpeed numbers what it cuts up

@@ -146,13 +146,8 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         if saved.get("amsgrad"):
             raise ValueError("the state was saved with amsgrad=True, whose running maximum is not supported")
-        if saved.get("debiased"):
-            raise ValueError(
-                "the state was saved by an earlier version, whose StableAdamW stored bias-corrected moments; save it "
-                "with that version's state_dict(format='portable')"
-            )
         switches = [name for name in _TORCH if name not in optimizer.defaults]
-        ours = ("params", "packing", "moments", *_OWN, *switches)
+        ours = ("params", "packing", "moments", "debiased", *_OWN, *switches)
         kept = {key: value for key, value in saved.items() if key not in ours}
         if "param_names" in group:
             kept["param_names"] = group["param_names"]  # a wrapped model has other names
@@ -240,7 +235,10 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
             raise ValueError(
                 f"the state of {to.name} has no {missing[0]}, which {kind} needs; it has {', '.join(entry)}"
             )
-        moments = encode({moment: _fit(entry[moment], to, moment).float() for moment in names}, kinds, to.storage)
+        values = {moment: _fit(entry[moment], to, moment).float() for moment in names}
+        if saved.get("debiased"):  # StableAdamW of an early version
+            _restore_bias(values, saved, float(entry["step"]))
+        moments = encode(values, kinds, to.storage)
     if unknown:
         raise ValueError(
             f"the state of {to.name} holds {', '.join(unknown)}, which {kind} does not keep: another optimizer saved it"
@@ -253,6 +251,13 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
             value = entry[extra]
             result[extra] = _fit(value, to, extra) if extra in _SHAPED else value.clone().to(device)
     return result
+
+
+def _restore_bias(values: Mapping[str, Tensor], saved: Entry, step: float) -> None:
+    """Bias-corrected moments to Adam's plain ones."""
+    for (name, x), beta in zip(values.items(), saved["betas"], strict=True):
+        if name != "exp_avg_sq" or saved.get("beta2_power") is None:
+            x *= 1 - beta ** max(step, 1)
 
 
 def _check_codes(optimizer: "Optimizer", entry: Entry, to: _Place, names: tuple[str, ...], saved: Entry) -> None:
