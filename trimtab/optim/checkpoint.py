@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.sharding import home_of_numbers, is_sharded, local, shard_like, wrap_like
@@ -32,6 +32,8 @@ from trimtab.ops.step.split import KEPT
 from trimtab.ops.step.storage import Storage, decode, encode
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     from trimtab.optim.optimizer import Optimizer
 
 Format = Literal["packed", "portable"]
@@ -316,6 +318,38 @@ def _fit(value: Any, to: _Place, what: str) -> Tensor:
         raise ValueError(f"{what} of {name} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}")
     part, mine = shard_like(value.detach(), p), local(p)
     return torch.empty_like(mine, dtype=part.dtype, device=device).copy_(part)
+
+
+# --- torch.distributed.checkpoint
+
+
+def distributed_state_dict(
+    model: nn.Module, optimizer: "Optimizer", *, options: "StateDictOptions | None" = None
+) -> dict[str, Any]:
+    """The portable state of `optimizer`, by the names of the parameters. Works with DDP, FSDP2 and one process.
+
+    >>> state = {"model": model.state_dict(), "optim": distributed_state_dict(model, optimizer)}
+    >>> torch.distributed.checkpoint.save(state, checkpoint_id=path)
+
+    The same as PyTorch's `get_optimizer_state_dict`, which hosts call, also with `flatten_optimizer_state_dict=True`.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def load_distributed_state_dict(
+    model: nn.Module, optimizer: "Optimizer", state: dict[str, Any], *, options: "StateDictOptions | None" = None
+) -> None:
+    """Load what `distributed_state_dict` returned, here or on another number of processes.
+
+    >>> state = {"optim": distributed_state_dict(model, optimizer)}  # tensors to read into
+    >>> torch.distributed.checkpoint.load(state, checkpoint_id=path)
+    >>> load_distributed_state_dict(model, optimizer, state["optim"])
+    """
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
 # --- Other libraries
