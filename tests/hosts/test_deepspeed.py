@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import assert_same, seed
-from tests.processes import report
+from tests.processes import Pair, report
 from trimtab import optim
 
 Run = Callable[..., None]
@@ -26,14 +27,14 @@ def run() -> Iterator[Run]:
         yield lambda *args: pool.submit(report, *args).result(timeout=120)
 
 
-def prepare() -> None:
+def prepare(rank: int = 0, size: int = 1) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update(alone)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     import deepspeed.comm.torch as comm
 
-    comm.build_shm_op = lambda: None  # compiling it takes longer than all tests; one process needs no collectives
+    comm.build_shm_op = lambda: None  # compiling it takes longer than all tests
 
 
 class Model(nn.Module):
@@ -127,3 +128,20 @@ def test_a_resume_through_its_own_checkpoint_continues_bit_for_bit(run, tmp_path
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_flat_partitions_are_refused_with_the_remedy(run, stage, bf16):
     run(refuses, stage, bf16)
+
+
+def beside(function: Any, *args: Any) -> None:
+    prepare(dist.get_rank(), dist.get_world_size())
+    function(*args)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bit_for_bit_and_stages_are_refused(tmp_path):
+    pair = Pair()
+    try:
+        for bf16 in (False, True):
+            pair.run(beside, resumes, tmp_path / str(bf16), bf16, "StableAdamW")
+            for stage in (1, 2, 3):
+                pair.run(beside, refuses, stage, bf16)
+    finally:
+        pair.stop()

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
 Format = Literal["packed", "portable"]
 Entry = dict[str, Any]  # the state of a parameter, or a parameter group
+Later = dict[int, tuple[Entry, Callable[[], Entry]]]  # by the id of packed state: itself, and what makes it portable
 
 # Options that a load does not change, and PyTorch's switches, which have no effect here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
@@ -73,13 +73,13 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     ]
     # State under keys that are not parameters is saved too, as in PyTorch.
     state: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    later: dict[int, Callable[[], Entry]] = {}
+    later: Later = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if optimizer.state.get(p):
                 portable = partial(_to_portable, optimizer, p, group, optimizer.state[p])
                 state[places[p]] = entry = dict(optimizer.state[p]) if format == "packed" else portable()
-                later[id(entry)] = portable
+                later[id(entry)] = entry, portable
     result: dict[str, Any] = {"state": state, "param_groups": groups}
     if format == "packed" and coded:
         result["state"] = PackedState(state, later)
@@ -96,16 +96,15 @@ class PackedState(dict[Any, Any]):
     tensors cannot be sharded, so under a name the state is portable.
     """
 
-    def __init__(
-        self, state: Mapping[Any, Any], portable: Mapping[int, Callable[[], Entry]] = MappingProxyType({})
-    ) -> None:
-        """`portable`: how to make it, by the id of the packed state. (Accelerate copies a dict as type(x)(items).)"""
+    def __init__(self, state: Mapping[Any, Any], later: Later | None = None) -> None:
+        """`later`: how to make portable state. (Accelerate copies a dict as type(x)(items), without it.)"""
         super().__init__(state)
-        self._portable = portable
+        self._later = later or {}
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(key, str) and id(value) in self._portable:
-            value = self._portable[id(value)]()
+        if isinstance(key, str) and id(value) in self._later:
+            _, portable = self._later[id(value)]
+            value = portable()
         super().__setitem__(key, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -360,7 +359,7 @@ def from_bitsandbytes(
 ) -> dict[str, Any]:
     """A bitsandbytes state dict, 8-bit or 32-bit, as a portable one. `moments`: those of the optimizer that loads it.
 
-    >>> optimizer = trimtab.optim.Lion(model.parameters(), bits=8)
+    >>> optimizer = trimtab.optim.Lion(model.named_parameters(), bits=8)
     >>> optimizer.load_state_dict(from_bitsandbytes(torch.load("optimizer.pt"), optimizer.moments))
     """
     # Its groups have every optimizer's hyper-parameters under Adam's names; only those with the same meaning are used.
