@@ -19,6 +19,13 @@ from trimtab.ops import backends
 LEVELS = backends.native.levels() if backends.native is not None else []
 
 
+NAMELESS = "the parameters have no names"  # a warning that tests which are not about embeddings may ignore
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", f"ignore:{NAMELESS}:UserWarning")
+
+
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test once per instruction set this CPU has, and put the best one back."""

@@ -78,6 +78,7 @@ def report(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 def join(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the parameters have no names", UserWarning)
     store = dist.TCPStore("localhost", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=20))
 

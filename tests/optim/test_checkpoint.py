@@ -325,3 +325,52 @@ def test_a_state_dict_shows_one_moment_as_torch_does(bits):
     for now, seen in zip(optimizer.state_dict()["state"].values(), shown.values(), strict=True):
         assert all(torch.equal(now[key], seen[key]) for key in now)  # every part moves, or none
         assert seen["step"] == 5
+
+
+# --- Checkpoints of earlier versions
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_packed_state_without_labels_still_loads(name):
+    """Until now the groups said what the codes are."""
+    optimizer = make(name, small_model().named_parameters(), 8)
+    train(optimizer, range(3))
+    saved = optimizer.state_dict()
+    state = {
+        place: {key: x for key, x in entry.items() if f"{key}_codes" not in entry}
+        for place, entry in saved["state"].items()
+    }
+    groups = [group | {"packing": 3, "moments": list(optimizer.moments)} for group in saved["param_groups"]]
+    model = small_model()
+    model.load_state_dict({name: p.detach() for name, p in zip(optimizer.names, params_of(optimizer), strict=True)})
+    again = make(name, model.named_parameters(), 8)
+    again.load_state_dict({"state": state, "param_groups": groups})
+    assert not {"packing", "moments"} & again.param_groups[0].keys()
+    for o in (optimizer, again):
+        train(o, [3])
+    assert_same_snapshots(snapshot(again), snapshot(optimizer))
+    if not any(f"{moment}_codes" in entry for entry in state.values() for moment in optimizer.moments):
+        return  # no state
+    older = [group | {"packing": 2} for group in groups]
+    with pytest.raises(ValueError, match=r"codes of packing 2, this version reads packing 3: .*format='portable'"):
+        again.load_state_dict({"state": state, "param_groups": older})
+    others = [group | {"moments": ["something", "else"]} for group in groups]
+    with pytest.raises(ValueError, match="codes mean something else there; save it as portable"):
+        again.load_state_dict({"state": state, "param_groups": others})
+
+
+def test_bias_corrected_state_of_an_early_version_still_loads():
+    """StableAdamW once kept m̂ and v̂, and said so in its groups."""
+    optimizer = make("StableAdamW", small_model().named_parameters(), 32)
+    train(optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        for name, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.99)):
+            entry[name] /= 1 - beta**3
+    saved["param_groups"][0] |= {"debiased": True, "moments": ["exp_avg", "exp_avg_sq"]}
+    again = make("StableAdamW", small_model().named_parameters(), 32)
+    again.load_state_dict(saved)
+    assert "debiased" not in again.param_groups[0]
+    for p, q in zip(params_of(again), params_of(optimizer), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(again.state[p][name], optimizer.state[q][name], rtol=1e-6, atol=0)

@@ -1,6 +1,9 @@
 """Who keeps 32-bit state, who decays, whose rate is scaled; and a report whose bytes are the bytes in memory."""
 
 import math
+import pickle
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -42,6 +45,135 @@ def test_embeddings_keep_32_bits_when_names_are_known():
     assert kept(optim.AdamW(model.named_parameters(), bits=8)) == {"embed_tokens.weight"}
     assert kept(optim.AdamW(model.named_parameters(), bits=8, keep32=())) == set()
     assert 32 not in [e.bits for e in optim.AdamW([model.embed_tokens.weight], bits=8).describe().entries]
+
+
+def test_parameters_without_names_are_told_once():
+    model = Model()
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    with pytest.warns(UserWarning, match=r"no names, .*named_parameters\(\), or call AdamW\.for_model") as told:
+        optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], bits=8)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim.AdamW(model.parameters(), bits=32)
+        optim.AdamW(model.parameters(), bits=8, keep32=())
+        optim.AdamW(model.parameters(), bits=8, keep32=model.embed_tokens)
+        optim.AdamW(rest, bits=8)  # vectors are no embeddings
+        optim.AdamW([{"params": [("first.weight", model.first.weight)]}], bits=8)
+        optim.AdamW.for_model(model, bits=8)
+
+
+# --- for_model
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_for_model_makes_groups_with_names(name):
+    model = Model()
+    model.first.bias.requires_grad_(False)
+    kind, _ = OPTIMIZERS[name]
+    bits = 8 if name in QUANTIZED else 32
+    optimizer = kind.for_model(model, lr=0.1, weight_decay=0.3, bits=bits, mup_ratio=0.5, no_decay="last.*")
+    found = {
+        name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]
+    }
+    assert found == {
+        "embed_tokens.weight": (0.1, 0.3),
+        "first.weight": (0.05, 0.6),  # times lr as the others
+        "last.weight": (0.05, 0.0),
+        "norm.weight": (0.1, 0.0),
+        "norm.bias": (0.1, 0.0),
+    }
+    if bits == 8 and name != "SGD":  # which has no state
+        assert kept(optimizer) == {"embed_tokens.weight"}
+
+
+def test_for_model_has_the_defaults_of_its_class():
+    for kind in (optim.AdamW, optim.Lion, optim.LARS):
+        plain, made = kind(Model().parameters()), kind.for_model(Model())
+        assert {group["lr"] for group in made.param_groups} == {plain.defaults["lr"]}
+        assert made.param_groups[0]["weight_decay"] == plain.defaults["weight_decay"]
+    assert kept(optim.AdamW.for_model(Model(), bits=8, keep32="first.*")) == {"first.weight"}
+    assert kept(optim.AdamW.for_model(Model(), bits=8, keep32=())) == set()
+
+
+def test_for_model_without_a_model_is_the_factory_that_a_trainer_calls():
+    optimizer = optim.StableAdamW.for_model()(Model(), lr=0.1, bits=8)
+    assert type(optimizer) is optim.StableAdamW
+    assert kept(optimizer) == {"embed_tokens.weight"}
+    with pytest.raises(TypeError, match=r"StableAdamW\.for_model needs a model besides lr"):
+        optim.StableAdamW.for_model(lr=0.1)
+    with pytest.raises(TypeError, match="unknown options"):
+        optim.AdamW.for_model(Model(), momentum=0.9)
+
+
+# --- Hosts replace the tensors
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_exemptions_stay_with_the_place_when_the_tensors_are_replaced(frozen):
+    """DeepSpeed puts float32 copies in place of bfloat16 parameters, and leaves out frozen ones."""
+    model = Model().bfloat16()
+    model.first.bias.requires_grad_(not frozen)
+    optimizer = optim.AdamW(model.named_parameters(), bits=8, keep32=["*embed*", model.last])
+    [group] = optimizer.param_groups
+    group["params"] = [p.detach().float() for p in group["params"] if p.requires_grad]
+    assert kept(optimizer) == {"embed_tokens.weight", "last.weight"}
+    assert optimizer.names == [name for name, p in model.named_parameters() if p.requires_grad]
+    assert kept(pickle.loads(pickle.dumps(optimizer))) == {"embed_tokens.weight", "last.weight"}
+
+
+def test_empty_groups_may_be_removed():
+    model = Model()
+    groups = [{"params": []}, {"params": list(model.parameters())}]
+    optimizer = optim.AdamW(groups, bits=8, keep32=model.embed_tokens)
+    optimizer.param_groups[:] = optimizer.param_groups[1:]
+    optimizer.param_groups[0]["params"] = [p.detach().clone() for p in model.parameters()]
+    assert [entry.bits for entry in optimizer.describe().entries] == [32, 8, 32, 32, 32, 8]
+
+
+def test_flat_partitions_are_refused_at_the_step():
+    model = Model()
+    optimizer = optim.AdamW(model.named_parameters())
+    [group] = optimizer.param_groups
+    group["params"] = [torch.cat([p.detach().flatten() for p in model.parameters()])]
+    with pytest.raises(
+        ValueError, match=r"6 parameters of a group .embed_tokens.weight, .*ZeRO stages 1 to 3.* stage 0"
+    ):
+        train(optimizer, [0])
+    one = optim.AdamW([model.last.weight], bits=8, keep32=())
+    one.param_groups[0]["params"] = [model.last.weight.detach().flatten()]
+    with pytest.raises(ValueError, match="pieces of several concatenated parameters"):
+        train(one, [0])
+    two = optim.AdamW([{"params": [p]} for p in model.parameters()])
+    two.param_groups = [{**two.param_groups[0], "params": [torch.ones(10)]}]  # as ZeRO does at its step
+    with pytest.raises(ValueError, match="made with 6 parameter groups, and now has 1"):
+        train(two, [0])
+
+
+def test_state_is_not_lost_when_the_tensors_are_replaced():
+    model = Model()
+    optimizer = optim.AdamW(model.named_parameters(), bits=8)
+    train(optimizer, [0])
+    [group] = optimizer.param_groups
+    old = group["params"]
+    group["params"] = [p.detach().clone() for p in old]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"embed_tokens.weight has been replaced .* state would be lost; load"):
+            train(optimizer, [1])
+    for p in old:  # whoever replaces a parameter may give it its state, or none
+        optimizer.state.pop(p)
+    train(optimizer, [1])
+
+
+def test_replaced_tensors_do_not_keep_the_old_ones_in_memory():
+    p = nn.Parameter(torch.ones(64, 80))
+    optimizer = optim.AdamW([("embed", p)], bits=8)
+    freed = weakref.ref(p)
+    optimizer.param_groups[0]["params"] = [p.detach().clone()]
+    del p
+    assert freed() is None
+    assert optimizer.describe().entries[0].bits == 32
 
 
 @pytest.mark.parametrize("how", ["pattern", "patterns", "module", "modules", "parameter", "predicate"])
@@ -210,7 +342,8 @@ MOMENTS = {"SGD": 1, "LARS": 1, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Adafacto
 
 def nbytes(tensors: dict[str, Tensor]) -> int:
     factors = ("step", "exp_avg_sq_row", "exp_avg_sq_col")
-    return sum(x.numel() * x.element_size() for key, x in tensors.items() if key not in factors)
+    labels = [key.removesuffix("_codes") for key in tensors if key.endswith("_codes")]  # three numbers each
+    return sum(x.numel() * x.element_size() for key, x in tensors.items() if key not in (*factors, *labels))
 
 
 @pytest.mark.parametrize("block", [256, 2048])

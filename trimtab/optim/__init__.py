@@ -3,7 +3,7 @@
     optimizer = trimtab.optim.AdamW(model.named_parameters(), lr=3e-4, bits=8)
 
 Each optimizer's file has its equations and coefficients. optimizer.py is the step they share, checkpoint.py the state
-dicts, distributed.py the state for torch.distributed.checkpoint. trimtab/ops/step/storage.py stores the moments.
+dicts, places.py finds parameters again that a host has replaced. trimtab/ops/step/storage.py stores the moments.
 """
 
 from trimtab.optim.adafactor import Adafactor, AdafactorMomentum
@@ -12,8 +12,12 @@ from trimtab.optim.adam import Adam
 from trimtab.optim.adamw import AdamW
 from trimtab.optim.ademamix import AdEMAMix
 from trimtab.optim.analysis import ErrorAnalysis
-from trimtab.optim.checkpoint import from_bitsandbytes, from_torchao
-from trimtab.optim.distributed import distributed_state_dict, load_distributed_state_dict
+from trimtab.optim.checkpoint import (
+    distributed_state_dict,
+    from_bitsandbytes,
+    from_torchao,
+    load_distributed_state_dict,
+)
 from trimtab.optim.groups import EMBEDDINGS, groups
 from trimtab.optim.lamb import LAMB
 from trimtab.optim.lars import LARS

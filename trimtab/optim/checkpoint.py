@@ -8,16 +8,21 @@ the same number of processes: there the blocks are the same. (Exception: the pub
 -1, so a block whose largest magnitude is negative gets another scale.) Everything is plain tensors, numbers and
 strings: `torch.load(weights_only=True)` reads it.
 
+8-bit state has a label under PyTorch's name of each moment (`label`). It says what the codes mean; and hosts that look
+up a flat checkpoint by the names in memory (TorchTitan, `flatten_optimizer_state_dict=True`) find a portable
+moment under it.
+
 A load is checked and built completely before anything changes: a load that fails does not change the optimizer.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.ops.blockwise import count_blocks, dequantize_blockwise
 from trimtab.ops.sharding import home_of_numbers, is_sharded, local, shard_like, wrap_like
@@ -26,18 +31,17 @@ from trimtab.ops.step.split import KEPT
 from trimtab.ops.step.storage import Storage, decode, encode
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
     from trimtab.optim.optimizer import Optimizer
 
 Format = Literal["packed", "portable"]
 Entry = dict[str, Any]  # the state of a parameter, or a parameter group
+Later = dict[int, tuple[Entry, Callable[[], Entry]]]  # by the id of packed state: itself, and what makes it portable
 
 # Options that a load does not change, and PyTorch's switches, which have no effect here.
 _OWN = ("bits", "block", "codebook", "min_8bit_size")
 _TORCH = ("foreach", "fused", "capturable", "differentiable", "amsgrad", "decoupled_weight_decay")
-UNFLATTENED = (
-    "with torch.distributed.checkpoint, use flatten_optimizer_state_dict=False: flattened state is looked up by the "
-    "names in memory, and 8-bit state has other names there than in a checkpoint"
-)
 PACKING = 3  # the version of the codes in packed state
 _WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _SHAPED = tuple(KEPT.values())  # like the parameter
@@ -65,18 +69,20 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [places[p] for p in group["params"]]}
-        | ({"packing": PACKING, "moments": list(optimizer.moments)} if format == "packed" and coded else {})
         for group in optimizer.param_groups
     ]
     # State under keys that are not parameters is saved too, as in PyTorch.
     state: dict[Any, Any] = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    later: Later = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
             if optimizer.state.get(p):
-                entry = optimizer.state[p]
-                state[places[p]] = dict(entry) if format == "packed" else _to_portable(optimizer, p, group, entry)
-    guarded = PackedState(state) if format == "packed" and coded else state
-    result: dict[str, Any] = {"state": guarded, "param_groups": groups}
+                portable = partial(_to_portable, optimizer, p, group, optimizer.state[p])
+                state[places[p]] = entry = dict(optimizer.state[p]) if format == "packed" else portable()
+                later[id(entry)] = entry, portable
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    if format == "packed" and coded:
+        result["state"] = PackedState(state, later)
     for post in optimizer._optimizer_state_dict_post_hooks.values():
         changed = post(optimizer, result)
         result = result if changed is None else changed
@@ -86,21 +92,30 @@ def save(optimizer: "Optimizer", format: Format | None) -> dict[str, Any]:
 class PackedState(dict[Any, Any]):
     """Packed state by the index of the parameter; saved as an OrderedDict.
 
-    torch.distributed.checkpoint (DCP) replaces the indices by names, to load the state on other processes. Codes of
-    whole tensors cannot be sharded, so names are refused.
+    torch.distributed.checkpoint (DCP) replaces the indices by names, to load the state on any processes. Codes of whole
+    tensors cannot be sharded, so under a name the state is portable.
     """
 
+    def __init__(self, state: Mapping[Any, Any], later: Later | None = None) -> None:
+        """`later`: how to make portable state. (Accelerate copies a dict as type(x)(items), without it.)"""
+        super().__init__(state)
+        self._later = later or {}
+
     def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(key, str):
-            raise ValueError(
-                "torch.distributed.checkpoint cannot shard packed 8-bit state; call trimtab.optim."
-                "distributed_state_dict(model, optimizer) in place of get_optimizer_state_dict or get_state_dict, and "
-                "load_distributed_state_dict(model, optimizer, state) to load it"
-            )
+        if isinstance(key, str) and id(value) in self._later:
+            _, portable = self._later[id(value)]
+            value = portable()
         super().__setitem__(key, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def label(storage: Storage, names: tuple[str, ...]) -> Entry:
+    """What the codes of each moment are: the version of the code, which moment, and of how many."""
+    if storage.bits == 32:
+        return {}
+    return {name: torch.tensor([PACKING, place, len(names)]) for place, name in enumerate(names)}
 
 
 def _to_portable(optimizer: "Optimizer", p: Tensor, group: Entry, entry: Entry) -> Entry:
@@ -132,18 +147,8 @@ def load(optimizer: "Optimizer", state_dict: Mapping[str, Any], *, convert: bool
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         if saved.get("amsgrad"):
             raise ValueError("the state was saved with amsgrad=True, whose running maximum is not supported")
-        if saved.get("debiased"):
-            raise ValueError(
-                "the state was saved by an earlier version, whose StableAdamW stored bias-corrected moments; save it "
-                "with that version's state_dict(format='portable')"
-            )
-        if list(saved.get("moments", optimizer.moments)) != list(optimizer.moments):
-            raise ValueError(
-                f"the packed state holds {', '.join(saved['moments'])}, {type(optimizer).__name__} keeps "
-                f"{', '.join(optimizer.moments)}, and codes mean something else there; save it as portable"
-            )
         switches = [name for name in _TORCH if name not in optimizer.defaults]
-        ours = ("params", "packing", "moments", *_OWN, *switches)
+        ours = ("params", "packing", "moments", "debiased", *_OWN, *switches)
         kept = {key: value for key, value in saved.items() if key not in ours}
         if "param_names" in group:
             kept["param_names"] = group["param_names"]  # a wrapped model has other names
@@ -214,6 +219,8 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
     """One parameter's saved state in this optimizer's storage."""
     if "state1" in entry or any(str(key).startswith("__bnb") for key in entry):
         raise ValueError("this is a state dict of bitsandbytes; load from_bitsandbytes(state_dict) instead")
+    # Where a flat checkpoint has nothing under a name in memory, DCP gives an empty dict.
+    entry = {key: x for key, x in entry.items() if not (isinstance(x, dict) and not x)}
     kind, device, extras = type(optimizer).__name__, local(to.p).device, optimizer.extras_of(to.p)
     names, kinds = optimizer.states_of(group), RULES[optimizer.rule_of(group)].states
     stored = [f"{moment}{end}" for moment in (*optimizer.moments, *names) for end in ("", "_codes", "_absmax")]
@@ -221,6 +228,7 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
         str(key) for key, x in entry.items() if x is not None and key not in {"step", *extras, *_EXTRAS, *stored}
     ]
     if names and f"{names[0]}_codes" in entry:
+        _check_codes(optimizer, entry, to, names, saved)
         moments = _read_codes(entry, to, names, kinds, saved, convert=convert)
     else:
         missing = [moment for moment in (*names, *extras) if moment not in entry]
@@ -228,14 +236,17 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
             raise ValueError(
                 f"the state of {to.name} has no {missing[0]}, which {kind} needs; it has {', '.join(entry)}"
             )
-        moments = encode({moment: _fit(entry[moment], to, moment).float() for moment in names}, kinds, to.storage)
+        values = {moment: _fit(entry[moment], to, moment).float() for moment in names}
+        if saved.get("debiased"):  # StableAdamW of an early version
+            _restore_bias(values, saved, float(entry["step"]))
+        moments = encode(values, kinds, to.storage)
     if unknown:
         raise ValueError(
             f"the state of {to.name} holds {', '.join(unknown)}, which {kind} does not keep: another optimizer saved it"
         )
     step = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32).detach().clone()
     step = step.to(home_of_numbers(device)).reshape(())
-    result = {"step": step} | moments
+    result = {"step": step} | moments | label(to.storage, names)
     for extra in (*extras, *_EXTRAS):
         if extra in entry:
             value = entry[extra]
@@ -243,19 +254,35 @@ def _read(optimizer: "Optimizer", to: _Place, group: Entry, saved: Entry, entry:
     return result
 
 
+def _restore_bias(values: Mapping[str, Tensor], saved: Entry, step: float) -> None:
+    """Bias-corrected moments to Adam's plain ones."""
+    for (name, x), beta in zip(values.items(), saved["betas"], strict=True):
+        if name != "exp_avg_sq" or saved.get("beta2_power") is None:
+            x *= 1 - beta ** max(step, 1)
+
+
+def _check_codes(optimizer: "Optimizer", entry: Entry, to: _Place, names: tuple[str, ...], saved: Entry) -> None:
+    """Refuse codes with another meaning. Earlier versions had the label in the groups."""
+    labels = [entry[name].tolist() for name in names if name in entry]
+    version = labels[0][0] if labels else saved.get("packing", 1)
+    if version != PACKING:
+        raise ValueError(
+            f"the state dict holds 8-bit codes of packing {version}, this version reads packing {PACKING}: the codes "
+            "differ. Load it with the version that saved it, and save it there with state_dict(format='portable')"
+        )
+    alike = labels == [[PACKING, place, len(names)] for place in range(len(names))]
+    if not (alike if labels else list(saved.get("moments", optimizer.moments)) == list(optimizer.moments)):
+        held = ", ".join(key.removesuffix("_codes") for key in entry if str(key).endswith("_codes"))
+        raise ValueError(
+            f"the packed state of {to.name} holds {held} of another optimizer, {type(optimizer).__name__} keeps "
+            f"{', '.join(names)}, and codes mean something else there; save it as portable"
+        )
+
+
 def _read_codes(
     entry: Entry, to: _Place, moments: tuple[str, ...], kinds: str, saved: Entry, *, convert: bool
 ) -> Entry:
     p, name, storage, device = to
-    for moment in moments:
-        if not isinstance(codes := entry[f"{moment}_codes"], Tensor):
-            raise ValueError(f"{moment}_codes of {name} must be a tensor, got {type(codes).__name__}; {UNFLATTENED}")
-    if saved.get("packing") != PACKING:
-        raise ValueError(
-            f"the state dict holds 8-bit codes of packing {saved.get('packing', 1)}, this version reads packing "
-            f"{PACKING}: the codes differ. Load it with the version that saved it, and save it there with "
-            "state_dict(format='portable')"
-        )
     theirs, read = Storage(8, saved["block"], saved["codebook"]), {}
     for moment in moments:
         codes, absmax = entry[f"{moment}_codes"], entry[f"{moment}_absmax"]
@@ -292,6 +319,38 @@ def _fit(value: Any, to: _Place, what: str) -> Tensor:
     return torch.empty_like(mine, dtype=part.dtype, device=device).copy_(part)
 
 
+# --- torch.distributed.checkpoint
+
+
+def distributed_state_dict(
+    model: nn.Module, optimizer: "Optimizer", *, options: "StateDictOptions | None" = None
+) -> dict[str, Any]:
+    """The portable state of `optimizer`, by the names of the parameters. Works with DDP, FSDP2 and one process.
+
+    >>> state = {"model": model.state_dict(), "optim": distributed_state_dict(model, optimizer)}
+    >>> torch.distributed.checkpoint.save(state, checkpoint_id=path)
+
+    The same as PyTorch's `get_optimizer_state_dict`, which hosts call, also with `flatten_optimizer_state_dict=True`.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def load_distributed_state_dict(
+    model: nn.Module, optimizer: "Optimizer", state: dict[str, Any], *, options: "StateDictOptions | None" = None
+) -> None:
+    """Load what `distributed_state_dict` returned, here or on another number of processes.
+
+    >>> state = {"optim": distributed_state_dict(model, optimizer)}  # tensors to read into
+    >>> torch.distributed.checkpoint.load(state, checkpoint_id=path)
+    >>> load_distributed_state_dict(model, optimizer, state["optim"])
+    """
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
 # --- Other libraries
 
 
@@ -300,7 +359,7 @@ def from_bitsandbytes(
 ) -> dict[str, Any]:
     """A bitsandbytes state dict, 8-bit or 32-bit, as a portable one. `moments`: those of the optimizer that loads it.
 
-    >>> optimizer = trimtab.optim.Lion(model.parameters(), bits=8)
+    >>> optimizer = trimtab.optim.Lion(model.named_parameters(), bits=8)
     >>> optimizer.load_state_dict(from_bitsandbytes(torch.load("optimizer.pt"), optimizer.moments))
     """
     # Its groups have every optimizer's hyper-parameters under Adam's names; only those with the same meaning are used.

@@ -58,11 +58,13 @@ class Description:
 
 
 def describe(optimizer: "Optimizer") -> Description:
-    entries, names = [], iter(optimizer.names)
+    entries = []
+    storages = [optimizer.storage_of(p, group) for group in optimizer.param_groups for p in group["params"]]
+    names, kept = iter(optimizer.names), iter(storages)
     for group in optimizer.param_groups:
         moments = len(optimizer.states_of(group))
         for p in group["params"]:
-            storage, extra = optimizer.storage_of(p, group), optimizer.extra_bytes(p, group)
+            storage, extra = next(kept), optimizer.extra_bytes(p, group)
             entries.append(
                 Entry(
                     name=next(names),

@@ -12,8 +12,9 @@ A step never waits for the device, except for the copies of offloaded state.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from inspect import signature
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +40,11 @@ from trimtab.ops.step.windows import check_not_captured, cut, is_away, wait_for_
 from trimtab.optim import checkpoint
 from trimtab.optim.chunks import step_in_chunks
 from trimtab.optim.describe import Description, describe
-from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, matches, reason
+from trimtab.optim.groups import EMBEDDINGS, Keep, as_rules, groups, matches, reason
 from trimtab.optim.memory.offload import Offloaded, Piece, check_offload
 from trimtab.optim.memory.release import NO_HOOKS, Norm, Release, check_release
 from trimtab.optim.options import DEFAULTS, Options, check_group, check_options, check_param, choose_storage
+from trimtab.optim.places import Place, Places
 
 __all__ = ["Batch", "Optimizer", "Options"]
 
@@ -56,20 +58,21 @@ RING = 100  # gradient norms that percentile clipping keeps
 
 class Optimizer(torch.optim.Optimizer):
     rule: ClassVar[str]  # in trimtab.ops.step.RULES
-    default_format: checkpoint.Format | None = None  # of `state_dict()`; trimtab.optim.distributed sets it
+    default_format: checkpoint.Format | None = None  # of `state_dict()`, where a host calls it without arguments
     moments: ClassVar[tuple[str, ...]]  # their names in a state dict: PyTorch's own where it has the optimizer
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: Options) -> None:
         given = dict(options)
         keep, offload = given.pop("keep32", None), given.pop("offload", None)
         self._rules: tuple[Keep, ...] = EMBEDDINGS if keep is None else as_rules(keep)  # type: ignore[arg-type]
-        self._exempt: dict[Tensor, str] = {}
+        self._places = Places()
         self._storage: dict[Tensor, Storage] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
         self._counts: dict[Key, tuple[list[Tensor], Tensor]] = {}
         self._release: Release | None = None
         self._offloaded: Offloaded | None = None
         self._on_host = False  # state is in host memory, whatever the device of its parameter
+        self._nameless = False  # a matrix has 8-bit state because its name is not known
         used: set[int] = set()
         self._used_rules: set[int] | None = used
         super().__init__(params, DEFAULTS | check_options(type(self).__name__, given) | defaults)
@@ -77,8 +80,44 @@ class Optimizer(torch.optim.Optimizer):
         idle = [reason(rule) for i, rule in enumerate(self._rules) if keep is not None and i not in used]
         if idle:
             warnings.warn(f"keep32 exempts nothing: no parameter where {' or '.join(idle)}", stacklevel=3)
+        if self._nameless:
+            warnings.warn(
+                "the parameters have no names, so embeddings cannot be recognised and get 8-bit state, which can make "
+                f"training unstable. Pass model.named_parameters(), or call {type(self).__name__}.for_model(model, "
+                "...); if there are no embeddings, or 8 bits are meant for them too, pass keep32=()",
+                stacklevel=3,
+            )
         if offload is not None:
             self._offload(check_offload(offload, [p for group in self.param_groups for p in group["params"]]))
+
+    @overload
+    @classmethod
+    def for_model(cls, model: nn.Module, **options: Any) -> Self: ...
+    @overload
+    @classmethod
+    def for_model(cls) -> Callable[..., Self]: ...
+    @classmethod
+    def for_model(cls, model: nn.Module | None = None, **options: Any) -> Self | Callable[..., Self]:
+        """An optimizer of the trainable parameters of a model, with their names: embeddings keep 32-bit state.
+
+        >>> optimizer = AdamW.for_model(model, lr=3e-4, weight_decay=0.1, bits=8)
+        >>> trainer = Trainer(model, ..., optimizer_cls_and_kwargs=(AdamW.for_model, {"lr": 3e-4, "bits": 8}))
+
+        `options` are those of the class and of `trimtab.optim.groups`: matrices decay and vectors do not, and muParam
+        scales learning rates if `mup_ratio` is given. Frozen parameters are left out. Without a model the result is
+        this function: the Trainer calls it as `for_model()(model, **options)`.
+        """
+        if model is None:
+            if options:
+                raise TypeError(f"{cls.__name__}.for_model needs a model besides {', '.join(options)}")
+            return cls.for_model
+        own = signature(cls).parameters
+        given = {name: own[name].default for name in ("lr", "weight_decay")} | options
+        grouped = {name: given.pop(name) for name in signature(groups).parameters if name in given and name != "lr"}
+        made = groups(model, lr=given["lr"], **grouped)
+        for group in made:
+            group["params"] = [(name, p) for name, p in group["params"] if p.requires_grad]
+        return cls([group for group in made if group["params"]], **given)
 
     # --- Defined by subclasses
 
@@ -152,13 +191,16 @@ class Optimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        exempt: list[str | None] = []
         for name, p in zip(names, group["params"], strict=True):
             found = [i for i, rule in enumerate(shared) if matches(rule, name, p)]
             why = [rule for rule in own if matches(rule, name, p)] + [shared[i] for i in found]
-            if why:
-                self._exempt[p] = reason(why[0])
+            exempt.append(reason(why[0]) if why else None)
             if self._used_rules is not None:
                 self._used_rules.update(found)
+        self._places.add(group, exempt)
+        if shared is EMBEDDINGS and names and names[0] is None:
+            self._nameless |= any(self.storage_of(p, group).bits == 8 for p in group["params"] if p.dim() == 2)
 
     @property
     def names(self) -> list[str]:
@@ -176,7 +218,36 @@ class Optimizer(torch.optim.Optimizer):
 
     def storage_of(self, p: Tensor, group: dict[str, Any]) -> Storage:
         """How this parameter's moments are stored, or will be."""
-        return self._storage.get(p) or choose_storage(p.numel(), group, self._exempt.get(p))
+        return self._storage.get(p) or choose_storage(p.numel(), group, self._place_of(p, group).exempt)
+
+    def _place_of(self, p: Tensor, group: dict[str, Any]) -> Place:
+        """What is known of this parameter, also if a host has replaced the tensors since this optimizer was made."""
+        place = self._places.find(p)
+        if place is None:
+            self._recognise()
+            place = self._places.find(p)
+        assert place is not None, "the parameter is in no group"
+        return place
+
+    def _recognise(self) -> None:
+        """Tensors that a host has put in place of the parameters."""
+        found = self._places.match(self.param_groups)
+        for group, places in zip(self.param_groups, found, strict=True):
+            for place, p in zip(places, group["params"], strict=True):
+                if (old := place.tensor()) is p:
+                    continue
+                check_param(place.name, p, group["rounding"])
+                if self._offloaded is not None:
+                    raise ValueError(
+                        f"{place.name} has been replaced by another tensor, but offload has room for the old one; make "
+                        "the optimizer after the host has replaced the parameters"
+                    )
+                if old is not None and self.state.get(old) and not self.state.get(p):
+                    raise ValueError(
+                        f"{place.name} has been replaced by another tensor, and its state would be lost; load "
+                        "the state afterwards (Accelerate: load_state after prepare; DeepSpeed: engine.load_checkpoint)"
+                    )
+        self._places.move(self.param_groups, found)
 
     # --- The step
 
@@ -325,7 +396,8 @@ class Optimizer(torch.optim.Optimizer):
         if not usual:
             first = next(iter(batch.names), "")
             for owner, mine, state in zip(batch.owners, params, states, strict=True):
-                if {first, f"{first}_codes"} & state.keys() == {f"{first}_codes" if bits == 32 else first}:
+                coded = f"{first}_codes" in state
+                if coded != (bits == 8) and (coded or first in state):
                     checkpoint.adopt(self, owner, batch.group, state)  # assigned by the user, in the other format
                 self._check_state(mine, state, batch.storage, batch.group)
             batch.params = [flat(p) for p in params]
@@ -369,12 +441,14 @@ class Optimizer(torch.optim.Optimizer):
         batch.counts, batch.steps = counts, counts + 1
 
     def _create(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        self._storage[p] = storage = choose_storage(p.numel(), group, self._exempt.get(p))
+        check_param(self._place_of(p, group).name, p, group["rounding"])  # a host may have changed it
+        self._storage[p] = storage = self.storage_of(p, group)
         mine = local(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device=home_of_numbers(mine.device))
         for name, kind in zip(self.states_of(group), RULES[self.rule_of(group)].states, strict=False):
             first, home = self.initial(group), self._home(mine)
             state |= new_moment(mine, name, storage, signed=kind != "v", value=first, device=home)
+        state |= checkpoint.label(storage, self.states_of(group))
 
     def _home(self, mine: Tensor) -> torch.device:
         """Where the moments of a parameter are."""
@@ -500,8 +574,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self, *, format: checkpoint.Format | None = None) -> dict[str, Any]:
         """`packed`: codes and scales, for an exact resume. `portable`: float32, for other optimizers and other shards.
 
-        The default is packed, or portable if parameters are sharded. For torch.distributed.checkpoint use
-        `trimtab.optim.distributed_state_dict`.
+        The default is `default_format`; if that is None, packed, or portable if parameters are sharded.
+        torch.distributed.checkpoint gets portable state.
         """
         return checkpoint.save(self, format)
 
@@ -515,12 +589,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         patterns = tuple(rule for rule in self._rules if isinstance(rule, str))  # the others have been applied already
-        own = {"_rules": patterns, "_exempt": self._exempt, "_storage": self._storage, "_measured": []}
+        listed = [(p, self._place_of(p, group).exempt) for group in self.param_groups for p in group["params"]]
+        exempt = {p: why for p, why in listed if why is not None}
+        own = {"_rules": patterns, "_exempt": exempt, "_storage": self._storage, "_measured": []}
         return super().__getstate__() | own | {"_on_host": self._on_host}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._used_rules = None
+        self._used_rules, self._nameless = None, False
+        self._places, exempt = Places(), self.__dict__.pop("_exempt")
+        for group in self.param_groups:
+            self._places.add(group, [exempt.get(p) for p in group["params"]])
         self._counts = {}
         self.__dict__.setdefault("_on_host", False)
         self._offloaded = None  # its state is a copy in memory

@@ -16,6 +16,7 @@ from trimtab.ops.checks import FLOATS, check_block
 from trimtab.ops.sharding import is_dense, is_sharded, local
 from trimtab.ops.step.storage import CODINGS, Coding, Storage
 from trimtab.optim.groups import Keep
+from trimtab.optim.places import FLATTENED
 
 Rounding = Literal["nearest", "stochastic", "kahan", "split"]
 
@@ -152,11 +153,7 @@ def check_lr(lr: Any) -> None:
 
 def check_param(name: str, p: Tensor, rounding: Rounding) -> None:
     if type(p).__name__ == "FlatParameter" or hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id"):
-        raise ValueError(
-            f"{name} is a piece of several concatenated tensors (FSDP1 or ZeRO): names, keep32, min_8bit_size, RMS_t "
-            "and trust ratios would be those of the piece, not of the layers. Use FSDP2 (fully_shard), which keeps "
-            "each tensor"
-        )
+        raise ValueError(f"{name} is a piece of several concatenated tensors (FSDP1 or ZeRO): {FLATTENED}")
     if p.dtype not in FLOATS:
         raise ValueError(f"{name} is {p.dtype}; state can be kept for float32, bfloat16 and float16 parameters")
     if rounding in ("stochastic", "split") and p.dtype not in FLOATS[:2]:
