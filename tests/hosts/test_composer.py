@@ -1,5 +1,7 @@
 """Composer's Trainer with int8 layers and an 8-bit optimizer."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,3 +55,52 @@ def test_composer_trains_a_few_steps():
     losses = [float(loss) for _, loss in log.data["loss/train/total"]]
     assert len(losses) == 5
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_composer_resumes_with_8_bit_state(tmp_path):
+    use_vision()
+    pytest.importorskip("mcli", reason="Composer needs mosaicml-cli")
+    from composer import Trainer
+    from composer.models import ComposerModel
+
+    class Net(ComposerModel):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 8))
+
+        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return self.net(batch[0])
+
+        def loss(self, outputs: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(outputs, batch[1])
+
+    def run(folder, batches, **resume):
+        model = Net()
+        rows, labels = torch.randn(24, 64, generator=seed(0)), torch.arange(24) % 8
+        optimizer = optim.StableAdamW(model.named_parameters(), lr=1e-2, bits=8, min_8bit_size=1)
+        trainer = Trainer(
+            model=model,
+            train_dataloader=DataLoader(TensorDataset(rows, labels), batch_size=4),
+            max_duration=f"{batches}ba",
+            optimizers=optimizer,
+            device="cpu",
+            progress_bar=False,
+            save_folder=str(tmp_path / folder),
+            save_interval="3ba",
+            save_overwrite=True,
+            save_weights_only=False,
+            **resume,
+        )
+        trainer.fit()
+        trainer.close()
+        return model
+
+    whole = run("whole", 6)
+    run("parts", 3)
+    found = sorted((tmp_path / "parts").glob("*.pt"))
+    parts = run("parts", 6, load_path=str(found[0]))
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(p, q)
+    gc.collect()  # while warnings are ignored: Composer leaves temporary folders to the collector

@@ -16,6 +16,7 @@ from torch import nn
 from tests.conftest import assert_same, seed
 from tests.processes import Pair, report
 from trimtab import optim
+from trimtab.watch import Watch
 
 Run = Callable[..., None]
 
@@ -109,6 +110,22 @@ def resumes(folder: Path, bf16: bool, name: str) -> None:
     assert {p.dtype for p in again.module.parameters()} == {torch.bfloat16 if bf16 else torch.float32}
 
 
+def is_watched(bf16: bool) -> None:
+    host, optimizer = engine(0, bf16)
+    watch = Watch(host, host.optimizer)
+    assert watch.optimizer is optimizer
+    assert isinstance(watch.model, Model)
+    tokens = torch.randint(128, (4, 16), generator=seed(0))
+    loss = nn.functional.cross_entropy(host(tokens).flatten(0, 1).float(), tokens.flatten())
+    host.backward(loss)
+    host.step()
+    assert watch.step(loss) == []
+    found = watch.scalars()
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert 0 < found["grad_norm"] <= 1.001  # as the optimizer gets it: clipped
+    assert {"rms/wte.weight", "rms/fc.weight"} <= set(found)
+
+
 def refuses(stage: int, bf16: bool) -> None:
     with pytest.raises(ValueError, match=r"ZeRO.* DeepSpeed with ZeRO stage 0, which keep each tensor"):
         take_steps(engine(stage, bf16)[0], range(1))
@@ -122,6 +139,11 @@ def test_stage_0_takes_the_steps_of_a_plain_loop(run):
 @pytest.mark.parametrize("name", ["StableAdamW", "AdEMAMix", "Lion"])
 def test_a_resume_through_its_own_checkpoint_continues_bit_for_bit(run, tmp_path, name, bf16):
     run(resumes, tmp_path, bf16, name)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_engine_is_watched_with_the_names_of_its_model(run, bf16):
+    run(is_watched, bf16)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -124,8 +124,8 @@ def check_long_run(name: str, kind: str, block: int, betas: tuple[float, float, 
                 slack = bound.width
             if last:
                 mine, theirs = decoded[moment].double().abs(), exact[moment].double().abs()
-                # 1e-5: float32 itself, over thousands of steps
-                wrong = mine > theirs * (1 + 1e-5) + slack + gap.double()
+                # 1e-5: float32 itself, over thousands of steps; tiny: below it float32 has fewer digits.
+                wrong = mine > theirs * (1 + 1e-5) + slack + gap.double() + torch.finfo(torch.float32).tiny
                 assert not wrong.any(), (
                     f"{moment} of {int(wrong.sum())} elements is too large at step {step}: {mine[wrong][0]:.3g} "
                     f"instead of {theirs[wrong][0]:.3g}, allowed {slack[wrong][0]:.3g} more"
