@@ -1,6 +1,9 @@
 """Composer's Trainer with int8 layers and an 8-bit optimizer."""
 
 import gc
+import signal
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,16 +13,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.conftest import seed
 from tests.hosts import zoo
-from tests.hosts.vision import use_vision
+from tests.hosts.vision import on_path, use_vision
 from tests.hosts.zoo import one_thread  # noqa: F401
 from trimtab import optim
 from trimtab.nn import convert_linears
 
 
+@pytest.fixture(autouse=True)
+def _composer() -> Iterator[None]:
+    """Import it; it replaces the handlers of signals, which are put back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    use_vision()
+    with on_path(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import composer  # noqa: F401
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.filterwarnings("ignore")  # Composer is older than this PyTorch, and warns of everything
 def test_composer_trains_a_few_steps():
-    use_vision()
-    pytest.importorskip("mcli", reason="Composer needs mosaicml-cli")
     from composer import Trainer
     from composer.loggers import InMemoryLogger
     from composer.models import ComposerModel
@@ -59,8 +73,6 @@ def test_composer_trains_a_few_steps():
 
 @pytest.mark.filterwarnings("ignore")
 def test_composer_resumes_with_8_bit_state(tmp_path):
-    use_vision()
-    pytest.importorskip("mcli", reason="Composer needs mosaicml-cli")
     from composer import Trainer
     from composer.models import ComposerModel
 

@@ -3,6 +3,8 @@
 import functools
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,18 @@ def use_vision() -> None:
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     use_vision.library = library  # type: ignore[attr-defined]
-    sys.path.append(str(FOLDER))
-    with warnings.catch_warnings():
+    with on_path(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import open_clip  # noqa: F401
         import timm  # noqa: F401
+
+
+@contextmanager
+def on_path() -> Iterator[None]:
+    """Only while something is imported: processes that tests start inherit the path, and transformers would find a
+    torchvision there that it cannot import."""
+    sys.path.append(str(FOLDER))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FOLDER))

@@ -72,7 +72,7 @@ def evaluate(
         shots: solved examples in front of each question
     """
     if tasks:
-        return _run_tasks(folder, step, trust, tasks, task_folder, examples, shots)
+        return _run_tasks(folder, step, trust, tasks, folder=task_folder, examples=examples, shots=shots)
     from trimtab.train import evaluate
 
     for name, value in evaluate(folder, step=step, batches=batches, force=force, trust=trust).items():
@@ -80,15 +80,7 @@ def evaluate(
     return 0
 
 
-def _run_tasks(
-    folder: Path,
-    step: int | None,
-    trust: str | None,
-    tasks: tuple[str, ...],
-    task_folder: Path | None,
-    examples: int | None,
-    shots: int | None,
-) -> int:
+def _run_tasks(run: Path, step: int | None, trust: str | None, tasks: tuple[str, ...], **options: Any) -> int:
     from trimtab.hints import load_extra
 
     load_extra("lm_eval", extra="eval", purpose="--tasks")
@@ -97,13 +89,13 @@ def _run_tasks(
     from trimtab.runs import RunError
     from trimtab.train import load_run, load_tokenizer
 
-    config, model, chosen = load_run(local(folder), step, trust=trust)
-    tokenizer = load_tokenizer(folder, config)
+    config, model, chosen = load_run(local(run), step, trust=trust)
+    tokenizer = load_tokenizer(run, config)
     if tokenizer is None or not isinstance(model, GPT):
-        raise RunError(f"{folder} holds no language model, so it has no such tasks; try `trimtab eval {folder}`")
+        raise RunError(f"{run} holds no language model, so it has no such tasks; try `trimtab eval {run}`")
     print(f"{'step':16} {chosen}")
     try:
-        found = run_tasks(LanguageModel(model, tokenizer), tasks, folder=task_folder, examples=examples, shots=shots)
+        found = run_tasks(LanguageModel(model, tokenizer), tasks, **options)
     except ValueError as error:
         raise RunError(str(error)) from None
     for name, metrics in found.items():
