@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.conftest import seed
 from tests.hosts import zoo
 from tests.hosts.vision import on_path, use_vision
-from tests.hosts.zoo import one_thread  # noqa: F401
 from trimtab import optim
 from trimtab.nn import convert_linears
 

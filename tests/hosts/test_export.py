@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from tests.conftest import seed
 from tests.hosts import zoo
-from tests.hosts.zoo import one_thread  # noqa: F401
 from trimtab import cli
 from trimtab.data.tokenizers import END, Bytes, Ids, train_bpe
 from trimtab.hosts.export import export

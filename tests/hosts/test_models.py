@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.hosts import zoo
-from tests.hosts.zoo import one_thread  # noqa: F401
 from trimtab import optim
 from trimtab.hosts.hf import restore
 from trimtab.nn import SwitchBackConv1D, convert_linears, revert_linears

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ TEXT = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=t
 ROWS = [{"input_ids": row, "labels": row} for row in TEXT[: 256 * 32].view(-1, 32)]
 OURS = {"lr": 3e-3, "weight_decay": 0.01, "bits": 8, "min_8bit_size": 1024}
 HARD = {"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True, "max_grad_norm": 0.5}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads cost more than they save here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make(folder: Path, optimizer: Any = (optim.AdamW.for_model, OURS), **options: Any) -> Any:

@@ -1,9 +1,8 @@
 """Small models of real architectures, each with a batch and its loss. Built from configs: nothing is downloaded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,15 +16,6 @@ IMAGES = torch.randn(4, 3, 32, 32, generator=seed(1))
 LABELS = torch.arange(4)
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Import it to run the tests of a module on one thread: for such small models, several wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def language(model: nn.Module) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.conftest import seed
-from tests.hosts.zoo import one_thread  # noqa: F401
+from tests.train.conftest import _one_thread  # noqa: F401
 from trimtab import optim
 from trimtab.nn.convert import convert_linears, freeze_linears, revert_linears
 from trimtab.nn.linear import SwitchBackLinear
