@@ -1,4 +1,6 @@
-"""TRL's SFTTrainer with both callbacks: packed and padding-free batches, LoRA, bfloat16. Real packages, no downloads."""
+"""TRL's SFTTrainer with both callbacks: packed and padding-free batches, LoRA, bfloat16."""
+
+import itertools
 
 import pytest
 import torch
@@ -132,7 +134,7 @@ def test_a_packed_warmup_trains_like_short_packed_sequences(tmp_path):
     (batch,) = seen
     ends, total, count = batch["cu_seq_lens_q"].tolist(), 0.0, 0
     with torch.no_grad():
-        for begin, end in zip(ends, ends[1:], strict=False):
+        for begin, end in itertools.pairwise(ends):
             tokens = batch["input_ids"][:, begin:end]
             if end - begin > 1:
                 total += trainer.model(input_ids=tokens, labels=tokens).loss.item() * (end - begin - 1)
