@@ -1,10 +1,10 @@
 """What our callbacks add to a step of other trainers: Hugging Face's and Lightning's.
 
-    python -m bench.hosts                      about three minutes on two cores
+    python -m bench.hosts
     python -m bench.hosts --rounds 3           rougher
 
 Every round trains a few steps with each setting, one after the other; a Trainer lives as long as its setting. The time
-of a step is that between two calls of the model. Ratios compare the medians over all rounds.
+of a step is that between two calls of the model. The ratios of the bars are medians of the ratios of each round.
 """
 
 import logging
