@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench import memory
+from bench import hosts, memory
 from bench.measure import interleave, must_call
 from bench.nano_gpt import NanoGPT
 from bench.ops import gpt2_shapes
@@ -87,3 +87,11 @@ def test_a_size_that_does_not_fit_is_predicted_by_the_line_and_not_run(monkeypat
 
 def test_model_sizes_in_words():
     assert [memory.in_words(n) for n in (3.349e8, 9.96e8, 1.94e9)] == ["335M", "1B", "1.9B"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("host", hosts.HOSTS)
+def test_callbacks_are_measured_beside_a_trainer_without_them(host):
+    bars = hosts.measure(host, rounds=1, steps=2, batch=2, depth=1, width=16)
+    assert [bar.bar for bar in bars] == [1.03] * 3
+    assert all(bar.measured > 0.1 for bar in bars)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,7 +28,7 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[i], "labels": self.rows[i]}
 
 
-def make(tmp_path, data=None, model=None, **options):
+def make(tmp_path, data=None, model=None, kind=Trainer, **options):
     torch.manual_seed(0)
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=LONG, bos_token_id=0, eos_token_id=0)
     config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.0
@@ -43,7 +46,7 @@ def make(tmp_path, data=None, model=None, **options):
         "use_cpu": True,
     }
     data = data or Tokens()
-    return Trainer(
+    return kind(
         model or GPT2LMHeadModel(config),
         TrainingArguments(**base | options),
         train_dataset=data,
@@ -117,7 +120,7 @@ def test_the_watcher_sees_the_loss_of_its_own_step(tmp_path, accumulation):
     watched = [row["watch/loss"] for row in seen if "watch/loss" in row]
     logged = [row["loss"] for row in seen if "loss" in row]
     assert len(watched) == len(logged) == 8
-    assert watched == pytest.approx(logged, abs=1e-5)
+    assert watched == pytest.approx(logged, abs=5.1e-5)  # transformers 4 logs four digits
     assert all("watch/grad_norm" in row for row in seen if "watch/loss" in row)
     assert not any(name.startswith("watch/rms/") for row in seen for name in row)
 
@@ -166,3 +169,28 @@ def test_what_cannot_work_is_refused_with_the_remedy(tmp_path):
             callback.attach(make(tmp_path))
     with pytest.raises(TypeError, match="SeqLenWarmup"):
         SeqLenWarmupCallback(64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_resume_as_if_never_stopped(tmp_path, strategy):
+    """8-bit state, the watcher and the lengths, through the Trainer's own checkpoints."""
+
+    def run(folder, *resume):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        command = [*launch, "-m", "tests.hosts.two_trainer", strategy, str(tmp_path / folder), *resume]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
+
+    whole = run("whole")
+    assert (whole["sharded"], whole["replicated"]) == (strategy == "fsdp2", strategy == "ddp")
+    assert whole["coded"] > 0
+    assert not whole["alarms"]
+    warmup = SeqLenWarmup(start=8, end=LONG, steps=6)
+    assert whole["lengths"] == [warmup.at(step) for step in range(1, 9) for _ in range(2)]
+    assert whole["watch"]["detector"]["losses"] == pytest.approx(whole["losses"], abs=5.1e-5)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    rest = run("parts", str(tmp_path / "parts" / "out" / "checkpoint-3"))
+    assert rest["lengths"] == whole["lengths"][6:]
+    assert (rest["params"], rest["watch"]) == (whole["params"], whole["watch"])

@@ -45,7 +45,7 @@ def strategy_of(name):
 
 def with_trainer(name, folder, steps, resume):
     module = (Replicated if name == "ddp" else Sharded)()
-    watch = WatchCallback(every=2, deep_every=2, taps=False)
+    watch = WatchCallback(every=3, deep_every=3, taps=False)  # saved between two measurements
     saving = ModelCheckpoint(folder, "end", save_on_train_epoch_end=True, enable_version_counter=False)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -85,7 +85,7 @@ def with_fabric(name, folder, steps, resume):
     model.mark_forward_method("loss")
     optimizer = tt.optim.StableAdamW(model.named_parameters(), lr=1e-3, bits=8, min_8bit_size=1)
     optimizer = fabric.setup_optimizers(optimizer)
-    watch, begin, lengths = tt.Watch(model, optimizer, taps=False), 0, []
+    watch, begin, lengths = tt.Watch(model, optimizer, every=3, taps=False), 0, []
     if resume:
         rest = fabric.load(resume, {"model": model, "optimizer": optimizer})
         watch.load_state_dict(rest["watch"])
@@ -99,6 +99,7 @@ def with_fabric(name, folder, steps, resume):
         optimizer.step()
         optimizer.zero_grad()
         watch.step(loss)
+    watch.share()
     state = {"model": model, "optimizer": optimizer, "watch": watch.state_dict(), "step": steps}
     fabric.save(folder / "end.ckpt", state)
     return model, watch, lengths

@@ -435,9 +435,12 @@ def test_a_hugging_face_batch_stays_one_and_trains():
         torch.testing.assert_close(model(**short).logits, model(**batch).logits[:, :4])
 
 
-def test_keys_that_say_where_packed_sequences_end_are_refused():
-    with pytest.raises(ValueError, match="cu_seq_lens_q holds the ends of packed sequences"):
-        cut({"input_ids": ids()[0], "cu_seq_lens_q": torch.tensor([0, 12])}, 5)
+def test_ends_of_packed_sequences_without_positions_are_refused():
+    batch = {"input_ids": ids()[0], "cu_seq_lens_q": torch.tensor([0, 12])}
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q .* needs position_ids of shape \(1, 12\), got none"):
+        cut(batch, 5)
+    with pytest.raises(ValueError, match=r"got those of shape \(12,\)"):
+        cut(batch | {"position_ids": torch.arange(12)}, 5)
 
 
 def test_targets_of_another_length_are_refused():
@@ -652,3 +655,24 @@ def test_each_of_the_packed_sequences_of_one_row_is_truncated(make):
         cut(batch, 2, mode="reshape")
     with pytest.raises(ValueError, match="attention_mask"):
         cut(batch | {"attention_mask": make([[[[1] * 10] * 10]])}, 2)
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array])
+@pytest.mark.parametrize("lengths", [[5, 2, 3], [10]])
+def test_the_ends_of_packed_sequences_move_with_the_cut(make, lengths):
+    tokens, ends = make([list(range(10, 20))]), make(np.cumsum([0, *lengths]).tolist())
+    batch = {
+        "input_ids": tokens,
+        "position_ids": make([[i for n in lengths for i in range(n)]]),
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(lengths),
+        "seq_idx": make([[k for k, n in enumerate(lengths) for _ in range(n)]]),
+    }
+    part = cut(batch, 3)
+    short = [min(n, 3) for n in lengths]
+    assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == np.cumsum([0, *short]).tolist()
+    assert part["max_length_q"] == 3
+    assert part["seq_idx"].tolist() == [[k for k, n in enumerate(short) for _ in range(n)]]
+    assert part["input_ids"].shape == (1, sum(short))
+    assert ends.tolist() == np.cumsum([0, *lengths]).tolist()

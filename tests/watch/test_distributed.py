@@ -136,3 +136,27 @@ def test_an_error_in_one_process_switches_all_watchers_off_together(wrap, part):
     assert [alarm.kind for alarm in alarms] == ["watcher error"]
     assert ("one and one" if dist.get_rank() == 1 else "another process") in str(alarms[0])
     assert not watch.active
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@on_two_processes
+def test_a_state_saved_by_one_process_between_two_measurements_is_that_of_all(wrap):
+    shared = spread(build(), wrap)
+    optimizer = torch.optim.AdamW(getattr(shared, "module", shared).parameters(), lr=1e-3)
+    watch = Watch(shared, optimizer, every=3)
+    for step in range(4):
+        train(shared, optimizer, watch, step, False)
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, watch.state_dict())
+    own_losses = [state["losses"] for state in states]
+    assert own_losses[0] != own_losses[1]
+    watch.share()
+    dist.all_gather_object(states, watch.state_dict())
+    assert states[0] == states[1]
+    assert states[0]["losses"] == [pytest.approx((own_losses[0][0] + own_losses[1][0]) / 2)]
+    resumed = Watch(shared, optimizer, every=3)
+    resumed.load_state_dict(states[0])
+    for loss in (4.0, 5.0):  # of steps 5 and 6, where both are due
+        watch.step(loss)
+        resumed.step(loss)
+    assert resumed.state_dict() == watch.state_dict()

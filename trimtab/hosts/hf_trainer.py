@@ -127,6 +127,7 @@ class WatchCallback(_Attached):
 
     def _keep_state(self, state: Any, control: Any) -> None:
         if control.should_save and self.watch is not None:
+            self.watch.share()  # only the first process saves the Trainer's state
             state.stateful_callbacks[_STATE] = {"args": {}, "attributes": self.watch.state_dict()}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -79,7 +79,10 @@ class WatchCallback(Callback):
         self._close()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.watch is None else self.watch.state_dict()
+        if self.watch is None:
+            return {}
+        self.watch.share()  # Lightning calls this in all processes; the first one saves
+        return self.watch.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict or None

@@ -12,7 +12,7 @@ a boolean 4-D tensor. Everything else, such as images, is returned unchanged. A 
 `dtype` and `[]`, as in PyTorch and NumPy.
 
 One row with positions [1, L] may be many packed sequences, whose positions restart at 0. Each of them is truncated: the
-tokens at positions below c are kept.
+tokens at positions below c are kept, and the ends of the sequences (`cu_seq_lens_q`) move accordingly.
 """
 
 # B batch, L length of the batch, c length to cut to, k rows made of one
@@ -28,7 +28,8 @@ LEADERS = ("input_ids", "tokens", "inputs", "text", "inputs_embeds")  # the firs
 FOLLOWERS = ("labels", "targets", "shift_labels", "loss_mask", "token_type_ids")  # must have that length too
 MASKS = ("attention_mask", "attn_mask")
 POSITIONS = ("position_ids", "positions", "cache_position")
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # of packed sequences: [0, first end, .., L]
+LONGEST = ("max_length_q", "max_length_k", "max_seqlen")  # of packed sequences
 
 
 def cut(batch: Any, length: int, *, mode: Mode = "truncate", extra: int = 0) -> Any:
@@ -131,9 +132,6 @@ def _cut_mapping(batch: Mapping[str, Any], length: int, mode: Mode, extra: int) 
     plan = _plan(batch[name], length, mode, extra) if name else None
     if plan is None:
         return batch
-    for name in PACKED:
-        if batch.get(name) is not None:
-            raise ValueError(f"{name} holds the ends of packed sequences, which a cut would move; collate without it")
     packed = _packed(batch, plan)
     # A copy keeps the type: a BatchEncoding has more than its keys.
     result = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
@@ -147,7 +145,16 @@ def _cut_mapping(batch: Mapping[str, Any], length: int, mode: Mode, extra: int) 
 def _packed(batch: Mapping[str, Any], plan: _Cut) -> Any:
     """Which tokens of one row of packed sequences to keep, [L]; None if it is not one."""
     positions = next((batch[name] for name in POSITIONS if _is_tensor(batch.get(name))), None)
-    if positions is None or tuple(positions.shape) != (1, plan.before) or not bool((positions[0, 1:] == 0).any()):
+    ends = next((name for name in ENDS if batch.get(name) is not None), None)
+    if positions is None or tuple(positions.shape) != (1, plan.before):
+        if ends is not None:
+            got = "none" if positions is None else f"those of shape {tuple(positions.shape)}"
+            raise ValueError(
+                f"{ends} holds the ends of packed sequences; to cut them, the batch needs position_ids of shape "
+                f"{(1, plan.before)}, got {got}"
+            )
+        return None
+    if ends is None and not bool((positions[0, 1:] == 0).any()):
         return None
     if plan.mode == "reshape":
         raise ValueError("one row of packed sequences cannot be split into pieces; try cut_mode='truncate'")
@@ -155,7 +162,13 @@ def _packed(batch: Mapping[str, Any], plan: _Cut) -> Any:
 
 
 def _keep(name: str, value: Any, plan: _Cut, kept: Any) -> Any:
-    """Those tokens of a tensor [1, L, ...]. A mask of pairs of tokens is refused."""
+    """Those tokens of a tensor [1, L, ...], and where sequences end then. A mask of pairs of tokens is refused."""
+    if name in ENDS and value is not None:
+        ends = _copied(value)
+        ends[1:] = kept.cumsum(0)[value[1:] - 1]
+        return ends
+    if name in LONGEST and value is not None:
+        return min(value, plan.after)
     if not _is_tensor(value) or tuple(value.shape[:2]) != (1, plan.before):
         if name in MASKS and _is_tensor(value) and value.shape and value.shape[-1] == plan.before:
             raise ValueError(f"{name} of shape {tuple(value.shape)} beside one row of packed sequences; leave it out")

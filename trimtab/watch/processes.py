@@ -91,7 +91,8 @@ class SharedLosses(NamedTuple):
 
 def share_losses(processes: Processes, pending: Sequence[Any], *, width: int, failed: bool, names: Any) -> SharedLosses:
     """Average losses over processes in one collective of `width` losses and two flags; no collective if alone."""
-    tensors = [torch.tensor(math.nan) if x is None else torch.as_tensor(x) for x in pending[-width:]]
+    numbers = [math.nan if x is None else x for x in pending[-width:]]
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in numbers]
     stop = 2 + len(tensors)
     row = torch.full((width + 2,), math.nan, dtype=torch.float64, device=processes.device)
     if tensors:

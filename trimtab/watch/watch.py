@@ -149,8 +149,18 @@ class Watch:
         """False after `close`, or after an error in the watcher."""
         return bool(self._hooks)
 
+    def share(self) -> None:
+        """Average the losses since the last measurement over processes, so that `state_dict()` is equal in all of them.
+
+        A collective: call it in all processes, before one of them saves its state for all.
+        """
+        if self._processes.groups and self.active:
+            shared = share_losses(self._processes, self._losses, width=self.every, failed=False, names=())
+            losses = zip(shared.losses.tolist(), shared.given, strict=True)
+            self._losses = [loss if given else None for loss, given in losses]
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON. A resumed run that loads them continues all windows exactly."""
+        """Plain numbers for JSON. A resumed run that loads them continues all windows exactly; see `share`."""
         losses = [None if x is None else float(x) for x in self._losses]
         own = {"steps": self.steps, "losses": losses, "clipped": list(self._clipped), "announced": not self._alarms}
         return own | {"detector": self.detector.state_dict(), "actor": self.actor.state_dict()}
