@@ -39,6 +39,7 @@ bench: .venv/installed
 	$(BIN)/python -m bench.nn
 	$(BIN)/python -m bench.train
 	$(BIN)/python -m bench.watch
+	$(BIN)/python -m bench.hosts
 	$(BIN)/python -m bench.lab
 	$(BIN)/python -m bench.memory
 

@@ -48,7 +48,7 @@ def main(threads: int = 2, rounds: int = 9, steps: int = 10, batch: int = 8, dep
     """
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
-    for name in ("lightning", "transformers"):
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     show_machine(threads)
     report([bar for host in HOSTS for bar in measure(host, rounds, steps, batch, depth, width)])

@@ -6,8 +6,8 @@ from importlib import metadata
 
 # Oldest and newest tested. The tests of tests/hosts run with the newest; see docs/hosts.md for the oldest.
 TESTED = {
-    "transformers": ("5.22", "5.22"),
-    "lightning": ("2.6", "2.6"),
+    "transformers": ("5.0", "5.22"),
+    "lightning": ("2.4", "2.6"),
     "lm_eval": ("0.4", "0.4"),
 }
 

@@ -76,6 +76,7 @@ class Signals:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.optimizer = plan, plan.optimizer
         self.sums = plan.zeros(6)
+        self._batches: list[Batch] | None = None
         self._sampled: list[tuple[int, Tensor, int, Tensor]] = []
 
     def measure_gradients(self) -> None:
@@ -86,8 +87,24 @@ class Signals:
         self.sums = add_up_shards(self.plan.owners, self.sums)
         self.sums[:, EPS_USED] = eps
 
-    def _gradients(self) -> None:
+    def forget(self) -> None:
+        """Collect again: something has changed the gradients or the groups."""
+        self._batches = None
+
+    def _collect(self) -> Iterator[Batch]:
+        """`plan.collect()`, once for a step, if it copies nothing: converted gradients must not all be kept."""
+        if self._batches is not None:
+            yield from self._batches
+            return
+        found, shares = list[Batch](), True
         for batch in self.plan.collect():
+            shares = shares and all(_shares(g, p) for g, p in zip(batch.grads, batch.owners, strict=True))
+            found = [*found, batch] if shares else []
+            yield batch
+        self._batches = found if shares else None
+
+    def _gradients(self) -> None:
+        for batch in self._collect():
             where = self._index(batch)
             self.sums[where, PRESENT] = 1.0
             squares = gradient_norms_unchecked(batch.grads).to(self.sums.device).double()
@@ -110,7 +127,7 @@ class Signals:
         self.sums[:, PARAM], self.sums[:, UPDATE] = part[:, 0], part[:, 1]
 
     def _updates(self, part: Tensor) -> None:
-        for batch in self.plan.collect():
+        for batch in self._collect():
             where = self._index(batch)
             if batch.rule is not None and batch.names:
                 part[where] = self._norms(batch).to(part.device).double()
@@ -151,6 +168,11 @@ class Signals:
 
     def _index(self, batch: Batch) -> Tensor:
         return torch.tensor(batch.where, device=self.sums.device)
+
+
+def _shares(g: Tensor, p: Tensor) -> bool:
+    """Whether `g` is the memory of the gradient of `p`."""
+    return p.grad is not None and g.untyped_storage()._cdata == local(p.grad).untyped_storage()._cdata
 
 
 def to_record(plan: Plan, sums: Tensor) -> dict[str, dict[str, float]]:

@@ -217,6 +217,7 @@ class Watch:
         signals.measure_gradients()
         if self.actor.actions.before:
             self._act(signals)
+            signals.forget()
         signals.measure_updates()
         if self._is_deep(self.steps + 1):
             self._deep = [totals_of.measure_state_error(self._plan, self.steps // self.deep_every)]
