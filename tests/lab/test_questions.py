@@ -223,7 +223,7 @@ def test_an_unfinished_study_claims_nothing_about_what_is_missing():
     whole = findings_of(question.study(), PAPERS["warmup"])
     results = [replace(r, status="missing") if (r.lr, r.arm) == (0.3, "warmup 0.05") else r for r in whole.results]
     part = replace(whole, results=tuple(results), curves=tuple(measure.curves_of(results)))
-    assert [check.passed for check in question.answer(part)] == [None, None]
+    assert {check.passed for check in question.answer(part)} == {None}
     assert "warmup 0.05" in question.answer(part)[0].evidence
 
 

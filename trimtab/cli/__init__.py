@@ -1,6 +1,6 @@
 """Command-line interface. A command is a function; tyro parses its arguments (options.py).
 
-lab.py      lab, report, predict, tune-seqlen              studies of many runs
+lab.py      lab, report, reproduce, predict, tune-seqlen              studies of many runs
 runs.py     train, resume, eval, sample, export, watch, explain    one run
 about.py    recipes, schedule, doctor                      recipes and the installation
 
@@ -28,6 +28,7 @@ __all__ = ["COMMANDS", "about", "lab", "main", "options", "run", "runs"]
 COMMANDS: dict[str, Callable[..., int]] = {
     "lab": lab.lab,
     "report": lab.report,
+    "reproduce": lab.reproduce,
     "predict": lab.predict,
     "tune-seqlen": lab.tune_seqlen,
     "train": runs.train,

@@ -244,6 +244,45 @@ def report(folders: tuple[str, ...], /, *, out: Path | None = None, command: str
     return 0
 
 
+def reproduce(
+    questions: tuple[str, ...] = (),
+    /,
+    *,
+    out: Path = Path("runs/reproduce"),
+    results: Path = Path("docs/results"),
+    again: bool = False,
+    pages: bool = False,
+    command: str = "",
+) -> int:
+    """Reproduce the papers: run the study of every question and write the pages with the answers.
+
+    The same command continues where it was stopped: trimtab reproduce, or trimtab reproduce qk-norm beta2
+
+    Args:
+        questions: names (`trimtab lab --list`); default: all
+        out: folder of the studies
+        results: folder of the pages; the answers are in its folder answers
+        again: also questions that have an answer
+        pages: only write the pages again, from the answers
+    """
+    from trimtab.analysis.answers import read_answers
+    from trimtab.lab.questions import find_question
+    from trimtab.lab.reproduce import reproduce
+    from trimtab.report.results import write_results
+
+    for name in questions:
+        find_question(name)
+    answers = local(results) / "answers"
+    stopped = None if pages else reproduce(questions, local(out), answers, again=again)
+    found = read_answers(answers)
+    if found:
+        print(f"the pages: {write_results(found, local(results))[0]}")
+    if stopped is not None:
+        print(f"continue with: {command}")
+        return exit_code(stopped)
+    return 0
+
+
 def predict(
     folder: str, /, *, params: float, lr: float | None = None, arm: str | None = None, json: bool = False
 ) -> int:

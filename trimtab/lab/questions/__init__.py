@@ -5,6 +5,7 @@
 A new question is a new file with a QUESTION, and its name in the list below.
 """
 
+from trimtab.analysis.answers import Check
 from trimtab.hints import did_you_mean
 from trimtab.lab.questions import (
     attention,
@@ -25,7 +26,7 @@ from trimtab.lab.questions import (
     width_depth,
     z_loss,
 )
-from trimtab.lab.questions.question import Check, Question
+from trimtab.lab.questions.question import Question
 from trimtab.train.config import ConfigError
 
 _PROXIES = (

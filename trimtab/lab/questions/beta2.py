@@ -19,4 +19,4 @@ def check(found: Evidence) -> Checks:
     yield judge("its best loss is at most 1% higher", found.best(*LAST), at_most(1.01))
 
 
-QUESTION = Question("beta2", __doc__, ARMS, check, lrs=(3e-3, 1e-2, 3e-2, 1e-1), always=("no-clip",))
+QUESTION = Question("beta2", __doc__, ARMS, check, lrs=(3e-3, 1e-2, 3e-2, 1e-1), always=("no-clip",), paper="P1")

@@ -19,4 +19,4 @@ def check(found: Evidence) -> Checks:
         yield judge(f"{arm}, at {M}: best loss at most 1% higher", found.best("32 bits", arm), at_most(1.01))
 
 
-QUESTION = Question("eight-bits", __doc__, ARMS, check, always=STEADIED)
+QUESTION = Question("eight-bits", __doc__, ARMS, check, always=STEADIED, paper="P2")

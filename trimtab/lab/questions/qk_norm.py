@@ -5,8 +5,9 @@ The paper: growing attention logits limit the learning rate, more so in larger m
 
 from math import inf, nan
 
+from trimtab.analysis.answers import Check
 from trimtab.analysis.findings import Points
-from trimtab.lab.questions.question import XS, Check, Checks, Evidence, M, Question, S, growth, judge, mean
+from trimtab.lab.questions.question import XS, Checks, Evidence, M, Question, S, growth, judge, mean
 
 ARMS = {"plain": (), "qk-norm": ("qk-norm",)}
 SIZES = (XS, S, M)

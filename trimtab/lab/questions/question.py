@@ -4,7 +4,8 @@
     Evidence      the curves and runs of its study; None if the runs do not suffice
     judge(...)    a claim, the numbers for it, and the rule that decides
 
-A check is True, False, or None if there are not enough runs; None never passes.
+A check is True, False, or None if there are not enough runs; None never passes. The first check is the main claim: a
+question is reproduced if all checks pass, and partly if the first or at least half of them do (analysis/answers.py).
 """
 
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
+from trimtab.analysis.answers import Check, Paper
 from trimtab.analysis.findings import Curve, Findings, Points, Result
 from trimtab.lab.sizes import Size, parse_size
 from trimtab.lab.study import LRS, Arm, Study
@@ -21,13 +23,6 @@ from trimtab.lab.subjects import study_base
 STEADIED = ("qk-norm", "z-loss")  # the paper's default, except in the questions about them
 XS, S, M, L = "2x16", "2x32", "3x64", "4x128"
 Values = dict[str, float | None]
-
-
-@dataclass(frozen=True)
-class Check:
-    claim: str
-    passed: bool | None  # None: the runs do not suffice
-    evidence: str
 
 
 Checks = Iterator[Check]
@@ -43,13 +38,19 @@ class Question:
     check: "Callable[[Evidence], Checks]"
     sizes: Sequence[str | Size] = (M,)
     lrs: Sequence[float] = LRS
-    seeds: int = 2
+    seeds: int = 3
     steps: int = 500
     always: Sequence[str] = ()  # switches that every arm begins with
+    paper: Paper = "P3"
 
     @property
     def text(self) -> str:
         return " ".join((self.doc or "").partition("?")[0].split()) + "?"
+
+    @property
+    def about(self) -> str:
+        """What the paper found, and where."""
+        return " ".join((self.doc or "").partition("?")[2].split())
 
     def study(self) -> Study:
         return Study(

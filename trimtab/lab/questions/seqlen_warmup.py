@@ -24,4 +24,4 @@ def _rise(found: Evidence, arm: str) -> float | None:
     return mean(run.loss_ratio for run in runs) if found.curve(arm) else None
 
 
-QUESTION = Question("seqlen-warmup", __doc__, ARMS, check)
+QUESTION = Question("seqlen-warmup", __doc__, ARMS, check, paper="P4")

@@ -26,4 +26,4 @@ def check(found: Evidence) -> Checks:
     yield judge(claim, found.best("fp8-tensorwise", "fp8-switchback"), at_most(1.005))
 
 
-QUESTION = Question("switchback", __doc__, ARMS, check, lrs=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED)
+QUESTION = Question("switchback", __doc__, ARMS, check, lrs=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED, paper="P1")
