@@ -319,3 +319,28 @@ def test_what_the_machine_refuses_is_one_line_with_exit_code_1(capsys, tmp_path)
     assert code == 1
     assert err.count("\n") == 1
     assert "Is a directory" in err
+
+
+def test_analyze_counts_loss_ratios_and_correlates_them_with_the_variance(capsys, small, tmp_path):
+    assert (
+        call(
+            capsys,
+            "train",
+            "gpt-tiny",
+            *small,
+            "--watch.deep-every",
+            "1",
+            "--watch.record-every",
+            "1",
+            "--watch.every",
+            "1",
+        )[0]
+        == 0
+    )
+    folders = [str(path.parent) for path in tmp_path.rglob("result.json")]
+    code, out, _ = call(capsys, "analyze", *folders)
+    assert code == 0
+    assert "loss ratio: " in out
+    assert "loss ratio and var_l1: Pearson" in out
+    assert "var_max " in out
+    assert_refused(capsys, "analyze")

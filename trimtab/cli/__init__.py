@@ -1,7 +1,7 @@
 """Command-line interface. A command is a function; tyro parses its arguments (options.py).
 
 lab.py      lab, report, reproduce, predict, tune-seqlen              studies of many runs
-runs.py     train, resume, eval, sample, export, watch, explain    one run
+runs.py     train, resume, eval, sample, export, watch, explain, analyze    one run
 about.py    recipes, schedule, doctor                      recipes and the installation
 
 Exit codes: 0; 1 if the run failed, and for a bug; 2 for bad input; 130 and 143 after Ctrl-C and SIGTERM.
@@ -38,12 +38,13 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "export": runs.export,
     "watch": runs.watch,
     "explain": runs.explain,
+    "analyze": runs.analyze,
     "recipes": about.recipes,
     "schedule": about.schedule,
     "doctor": about.doctor,
 }
 # Commands whose text is their result. The others write to a folder, and go on if their text cannot be written.
-TEXT_COMMANDS = ("predict", "eval", "sample", "watch", "explain", "recipes", "schedule", "doctor")
+TEXT_COMMANDS = ("predict", "eval", "sample", "watch", "explain", "analyze", "recipes", "schedule", "doctor")
 BUG = "this is a bug in trimtab: please report it with this traceback at the project's issue tracker"
 
 

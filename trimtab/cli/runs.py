@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.cli.options import configure, exit_code, local, override
+from trimtab.cli.options import configure, exit_code, local, override, refuse
 from trimtab.screen import printable
 
 
@@ -181,6 +181,20 @@ def explain(folder: Path, /) -> int:
     from trimtab.report.explain import explain
 
     print(explain(folder))
+    return 0
+
+
+def analyze(folders: tuple[Path, ...], /) -> int:
+    """Loss spikes and what came before them, loss ratios, and their correlation with Adam's variance, of finished runs.
+
+    Args:
+        folders: of runs
+    """
+    from trimtab.report.explain import analyze_words
+
+    if not folders:
+        refuse("trimtab analyze needs the folder of a run: trimtab analyze runs/gpt-tiny")
+    print("\n\n".join(analyze_words(folder) for folder in folders))
     return 0
 
 

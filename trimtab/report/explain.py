@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.analysis import problems
-from trimtab.analysis.one_run import ANY, Analysis, FirstSpike, LeadTime, losses_of
+from trimtab.analysis.one_run import ANY, Analysis, FirstSpike, LeadTime, analyze, losses_of
 from trimtab.analysis.spikes import SpikeRules
 from trimtab.analysis.thresholds import (
     CRITICAL_LOGIT,
@@ -24,6 +24,7 @@ from trimtab.analysis.thresholds import (
     LONG_WARMUP,
     LOSS_RATIOS,
 )
+from trimtab.report.live import sparkline
 from trimtab.runs import EventKind, Run, read_run
 from trimtab.runs.records import number
 
@@ -275,6 +276,20 @@ def lead_time_words(row: LeadTime) -> str:
         f"{row.name}: {row.explained} of {len(row.loss_spikes)} loss spikes predicted{lead}; chance {row.chance:.2%}, "
         f"p {row.p:.2g}; {row.false_alarms} of {len(row.rms_spikes)} RMS spikes false"
     )
+
+
+def analyze_words(folder: Path, width: int = 60) -> str:
+    """`trimtab analyze`: spikes and their lead times, loss ratios, correlations, and the course of the variance."""
+    run = read_run(folder)
+    lines = [str(folder), analysis_words(analyze(run))]
+    for name in ("var_l1", "var_max"):
+        values = run.signals.total(name) if name in run.signals.totals else np.array([])
+        known = values[np.isfinite(values)]
+        if len(known):
+            peak = run.signals.steps[int(np.nanargmax(values))]
+            ends = f"{known[0]:.3g} to {known[-1]:.3g}, highest {known.max():.3g} at step {peak}"
+            lines.append(f"{name:8} {sparkline(known.tolist(), width)}  {ends}")
+    return "\n".join(lines)
 
 
 def analysis_words(found: Analysis) -> str:
