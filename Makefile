@@ -58,7 +58,7 @@ bench: .venv/installed
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt bitsandbytes torchao torch-optimi \
 		deepspeed einops hjson ninja py-cpuinfo spmd_types torchtitan
 	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/vision -c constraints.txt \
-		torchvision open_clip_torch timm mosaicml mosaicml-cli arrow argcomplete backoff coolname gql graphql-core \
+		torchvision open_clip_torch timm mosaicml mosaicml-cli arrow argcomplete backoff coolname ftfy gql graphql-core \
 		pytorch_ranger questionary ruamel.yaml termcolor torch_optimizer validators websockets
 	touch $@
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.zoo import one_thread  # noqa: F401
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 pytestmark = [

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.hosts import zoo
-from tests.hosts.zoo import one_thread  # noqa: F401
 from trimtab import optim
 from trimtab.hosts.hf_trainer import SeqLenWarmupCallback, WatchCallback
 from trimtab.schedule import SeqLenWarmup

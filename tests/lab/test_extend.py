@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.analysis.runs import Numbers, grid, write_run
@@ -65,6 +65,8 @@ def test_three_per_side_are_the_most():
     assert extend(LRS, longest, [BELOW]) == (3e-4, *longest)
 
 
+# The first draw of a process may be slow: another worker was loading a library.
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=6, unique=True), st.integers(0, 4), st.integers(0, 4))
 def test_an_extension_is_recognised_and_nothing_else_is(lrs, below, above):
     longer = extended(lrs, below=below, above=above)
