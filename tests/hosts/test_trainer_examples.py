@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
