@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trimtab.ops.sharding import add_up_shards, widen
+from trimtab.ops.sharding import add_up_shards, is_sharded, widen
 from trimtab.ops.step.rules import BETA1, BETA2, DEBIAS, EPS, GAIN1, GAIN2, GRAD_SCALE
 from trimtab.ops.step.storage import Batch, decode_flat, encode_flat
 from trimtab.watch.signals import Plan, root
 from trimtab.watch.surface import rows_of
 
 CHUNK = 1 << 17
+SMALL = 1 << 14  # values of a tensor that is put together with others
 SAMPLED_BLOCKS = 16  # per tensor and measurement; the next measurement uses the next blocks
 SUMS = ("weight_l1", "weight_l2", "momentum_l1", "momentum_l2", "square_l1", "square_l2", "var_l1")
 MAXIMA = ("weight_max", "momentum_max", "square_max")
@@ -31,8 +32,12 @@ def measure_totals(plan: Plan) -> Tensor:
     sums, maxima = plan.zeros(len(SUMS)), plan.zeros(len(MAXIMA))
     with plan.errors:
         for batch in plan.collect():
+            together = _small(batch)
+            if together:
+                row = _size(*_joined(batch, together)).to(sums.device).double()
+                sums[batch.where[together[0]]], maxima[batch.where[together[0]]] = row[: len(SUMS)], row[len(SUMS) :]
             for i, place in enumerate(batch.where):
-                parts = [_size(*chunk) for chunk in _chunks(batch, i)]
+                parts = [] if i in together else [_size(*chunk) for chunk in _chunks(batch, i)]
                 if parts:
                     found = torch.stack(parts).to(sums.device).double()
                     sums[place] = found[:, : len(SUMS)].sum(0)
@@ -82,6 +87,24 @@ def _size(p: Tensor, m: Tensor | None, v: Tensor | None) -> Tensor:
     if v is not None:
         square, root = [v.sum(), v.dot(v), v.amax()], v.sqrt().sum()
     return torch.stack([*weight[:2], *momentum[:2], *square[:2], root, weight[2], momentum[2], square[2]])
+
+
+def _small(batch: Batch) -> list[int]:
+    """Whole tensors with few values in 32 bits: together they take as long as one of them."""
+    if batch.storage.bits != 32:
+        return []
+    few = [i for i, p in enumerate(batch.params) if 0 < p.numel() <= SMALL and not is_sharded(batch.owners[i])]
+    return few if len(few) > 1 else []
+
+
+def _joined(batch: Batch, places: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Parameter, first and second moment of several tensors, one after the other."""
+
+    def join(name: str | None) -> Tensor | None:
+        named = name in batch.names
+        return torch.cat([batch.kept[i][str(name)].view(-1) for i in places]) if named else None
+
+    return torch.cat([batch.params[i].view(-1).float() for i in places]), join("exp_avg"), join(batch.second)
 
 
 def _chunks(batch: Batch, i: int) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
