@@ -1,9 +1,12 @@
 """Composer's Trainer with int8 layers and an 8-bit optimizer."""
 
 import gc
+import re
+import runpy
 import signal
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,3 +118,15 @@ def test_composer_resumes_with_8_bit_state(tmp_path):
     for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
         assert torch.equal(p, q)
     gc.collect()  # while warnings are ignored: Composer leaves temporary folders to the collector
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_learns(capsys):
+    path = Path(__file__).parent.parent.parent / "examples" / "composer_trainer.py"
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    assert text.count("# <- ") == 2  # the lines that changed
+    runpy.run_path(str(path), run_name="__main__")
+    gc.collect()
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
+    assert losses[-1] < 0.8 * losses[0]
