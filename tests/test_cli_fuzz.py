@@ -95,6 +95,7 @@ def fuzz(place: Path, examples: int) -> int:
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
         patch.setattr(loop._Run, "run", leave_out)
         patch.setattr(import_module("trimtab.lab.sweep"), "sweep", leave_out)
+        patch.setattr(import_module("trimtab.lab.reproduce"), "sweep", leave_out)
         patch.setattr(import_module("trimtab.lab.tune_seqlen"), "run_cell", leave_out)
         patch.setattr(executors, "make_executor", lambda *_: Inline())
         # The standard library takes seconds to read.
