@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import assert_same, seed
+from tests.hosts.zoo import Model
 from tests.processes import PROCESSES, Pair
 from trimtab import optim
 from trimtab.ops.sharding import is_sharded, local
@@ -21,16 +22,6 @@ from trimtab.ops.sharding import is_sharded, local
 pytest.importorskip("accelerate")
 
 MODES = ("ddp", "fsdp2")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(128, 64)
-        self.fc = nn.Linear(64, 128)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.wte(tokens))
 
 
 def prepare(mode: str, name: str) -> tuple[Any, Any, Any]:

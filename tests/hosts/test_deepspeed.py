@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import assert_same, seed
+from tests.hosts.zoo import Model
 from tests.processes import Pair, report
 from trimtab import optim
 from trimtab.watch import Watch
@@ -36,16 +37,6 @@ def prepare(rank: int = 0, size: int = 1) -> None:
     import deepspeed.comm.torch as comm
 
     comm.build_shm_op = lambda: None  # compiling it takes longer than all tests
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(128, 64)
-        self.fc = nn.Linear(64, 128)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.wte(tokens))
 
 
 def engine(stage: int, bf16: bool, name: str = "StableAdamW", **options: Any) -> tuple[Any, optim.Optimizer]:

@@ -1,11 +1,23 @@
-"""Every example of a host runs, learns, and keeps embeddings in 32 bits."""
+"""Every example of a host is short, marks the lines that changed, runs as it is printed, and learns."""
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
+from tests.hosts.vision import use_vision
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
 FOLDER = Path(__file__).parents[2] / "examples"
 HOSTS = ["nanogpt", "hf_trainer", "accelerate_loop", "deepspeed_client"]
 CHECK = """
@@ -39,3 +51,43 @@ def test_the_example_is_short_and_marks_the_lines_that_changed(name):
     lines = (FOLDER / f"{name}.py").read_text().splitlines()
     assert len(lines) <= 60
     assert sum("# line" in line for line in lines) == 2
+
+
+def run_example(name, capsys, *, marks=2, share=0.8):
+    """Run it in this process, and return what it prints. The last loss must be below this share of the first."""
+    path = FOLDER / f"{name}.py"
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    count = text.count("# <- ")  # the lines that changed
+    assert count == marks == 2 or count >= marks > 2
+    runpy.run_path(str(path), run_name="__main__")
+    shown = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", shown)]
+    assert losses[-1] < share * losses[0], shown
+    return shown
+
+
+@pytest.mark.parametrize("name", ["open_clip_int8", "timm_vit", "peft_lora"])
+def test_models_of_other_libraries(name, capsys):
+    if name != "peft_lora":
+        use_vision()
+    assert "linear layers converted to switchback" in run_example(name, capsys, share=0.9)
+
+
+@pytest.mark.parametrize("name", ["lightning_module", "fabric_loop", "trl_sft"])
+def test_trainers_with_growing_lengths(name, capsys):
+    shown = run_example(name, capsys, marks=5, share=0.5)
+    lengths = [int(length) for length in re.findall(r"length (\d+)", shown)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1] == 64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchtitan(capsys):
+    run_example("torchtitan_optimizers", capsys)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lm_evaluation_harness(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    assert "'acc': 1.0" in run_example("lm_eval_tasks", capsys)

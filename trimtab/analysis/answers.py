@@ -9,7 +9,6 @@ The rules of the claims are in lab/questions; an answer has their results. It is
 from, so they can be made again without the runs.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -101,9 +100,3 @@ def clean(x: Any) -> Any:
     if isinstance(x, str) or not isinstance(x, Iterable):
         return x
     return [clean(value) for value in x]
-
-
-def same(a: Answer, b: Answer) -> bool:
-    """Whether two answers have the same numbers, whenever and wherever they were made."""
-    one, two = (json.dumps(clean(asdict(x)) | {"date": "", "machine": "", "minutes": 0}) for x in (a, b))
-    return one == two

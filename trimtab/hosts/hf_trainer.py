@@ -9,20 +9,17 @@ Trainer: `training_step`, whose results add up to the loss of an optimizer step;
 batches of a step and counts their tokens; and `log`, to which it gives its loss.
 """
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trimtab.hosts.logs import to_scalars
 from trimtab.hosts.versions import check_version
+from trimtab.hosts.watching import Watching
 from trimtab.schedule.seqlen import Lengths
-from trimtab.watch import Alarm, Watch
 
 _STATE = "trimtab.watch"  # its key in trainer_state.json, beside those of other callbacks
-_log = logging.getLogger(__name__)
 check_version("transformers")
 
 
@@ -62,7 +59,7 @@ class _Attached(TrainerCallback):
             )
 
 
-class WatchCallback(_Attached):
+class WatchCallback(Watching, _Attached):
     """`trimtab.Watch` in a Trainer; takes its options.
 
     Beside the loss, the Trainer's log has the signals of the whole model as "watch/<signal>", and the number of alarms
@@ -73,12 +70,6 @@ class WatchCallback(_Attached):
         log_tensors: also log the signals of every tensor and layer.
         deep_every: as in `Watch`; there it is 10, which takes 3 % of the time of a step with a few million parameters.
     """
-
-    def __init__(self, *, log_tensors: bool = False, deep_every: int = 50, **options: Any) -> None:
-        self.log_tensors, self.options = log_tensors, {**options, "deep_every": deep_every}
-        self.watch: Watch | None = None
-        self.alarms: list[Alarm] = []  # of this run
-        self._losses: list[Tensor] = []  # of the micro-batches of this step
 
     def _wrap(self, trainer: Any) -> None:
         if trainer.args.logging_nan_inf_filter:
@@ -97,28 +88,20 @@ class WatchCallback(_Attached):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         super().on_train_begin(args, state, control)
-        self._close()
-        self._losses, self.alarms = [], []
-        self.watch = Watch(self.trainer.model_wrapped, self.trainer.optimizer, **self.options)
-        self.watch.steps = state.global_step
+        watch = self._start(self.trainer.model_wrapped, self.trainer.optimizer, state.global_step)
         saved = state.stateful_callbacks.get(_STATE)
         if saved is not None and state.global_step:
-            self.watch.load_state_dict(saved["attributes"])
+            watch.load_state_dict(saved["attributes"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         assert self.watch is not None
         if self.trainer.accelerator.optimizer_step_was_skipped:
             self.watch.skip()
         # Each has been divided by the number of micro-batches, or by the tokens of all of them.
-        losses, self._losses = self._losses, []
-        alarms = self.watch.step(sum(losses[1:], losses[0]) if losses else None)
-        self.alarms += alarms
-        for alarm in alarms:
-            _log.warning("%s", alarm)
+        self._step(mean=False)
 
     def _shown(self) -> dict[str, float]:
-        assert self.watch is not None
-        return to_scalars(self.watch, self.alarms, tensors=self.log_tensors)
+        return self._scalars()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._keep_state(state, control)
@@ -133,10 +116,6 @@ class WatchCallback(_Attached):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._close()
-
-    def _close(self) -> None:
-        if self.watch is not None:
-            self.watch.close()
 
 
 class SeqLenWarmupCallback(_Attached):

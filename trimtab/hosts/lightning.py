@@ -5,7 +5,6 @@
 With Fabric the loop is yours: use `trimtab.Watch` and `warmup.cut` as in a plain loop.
 """
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,17 +12,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from trimtab.hosts.logs import to_scalars
 from trimtab.hosts.versions import check_version
+from trimtab.hosts.watching import Watching
 from trimtab.schedule.seqlen import Lengths
-from trimtab.watch import Alarm, Watch
 
-_log = logging.getLogger(__name__)
 _HOOK = "on_before_batch_transfer"
 check_version("lightning")
 
 
-class WatchCallback(Callback):
+class WatchCallback(Watching, Callback):
     """`trimtab.Watch` in a Trainer with one optimizer; takes its options.
 
     Every `log_every_n_steps` of the Trainer its loggers get the signals of the whole model as "watch/<signal>" and the
@@ -35,25 +32,17 @@ class WatchCallback(Callback):
         deep_every: as in `Watch`; there it is 10, which takes 3 % of the time of a step with a few million parameters.
     """
 
-    def __init__(self, *, log_tensors: bool = False, deep_every: int = 50, **options: Any) -> None:
-        self.log_tensors, self.options = log_tensors, {**options, "deep_every": deep_every}
-        self.watch: Watch | None = None
-        self.alarms: list[Alarm] = []  # of this run
-        self._losses: list[Tensor] = []  # of the batches of this step
-        self._saved: Mapping[str, Any] | None = None
+    _saved: Mapping[str, Any] | None = None  # of the checkpoint, until the training starts
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._close()
         if len(trainer.optimizers) != 1:
             count = len(trainer.optimizers)
             raise ValueError(
                 f"WatchCallback watches one optimizer, got {count}; use one trimtab.Watch for each instead"
             )
-        self._losses, self.alarms = [], []
-        self.watch = Watch(trainer.strategy.model, trainer.optimizers[0], **self.options)
-        self.watch.steps = trainer.global_step
+        watch = self._start(trainer.strategy.model, trainer.optimizers[0], trainer.global_step)
         if self._saved is not None:
-            self.watch.load_state_dict(self._saved)
+            watch.load_state_dict(self._saved)
             self._saved = None
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
@@ -66,15 +55,10 @@ class WatchCallback(Callback):
         assert self.watch is not None
         if trainer.global_step == self.watch.steps:
             return  # the optimizer waits for more batches
-        losses, self._losses = self._losses, []
-        alarms = self.watch.step(sum(losses[1:], losses[0]) / len(losses) if losses else None)
-        self.alarms += alarms
-        for alarm in alarms:
-            _log.warning("%s", alarm)
+        self._step(mean=True)
         if trainer.global_step % trainer.log_every_n_steps == 0:
             for logger in trainer.loggers:
-                shown = to_scalars(self.watch, self.alarms, tensors=self.log_tensors)
-                logger.log_metrics(shown, step=trainer.global_step)
+                logger.log_metrics(self._scalars(), step=trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._close()
@@ -87,10 +71,6 @@ class WatchCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict or None
-
-    def _close(self) -> None:
-        if self.watch is not None:
-            self.watch.close()
 
 
 class SeqLenWarmupCallback(Callback):
