@@ -5,11 +5,24 @@ import json
 import pytest
 
 from tests.train.runs import quiet
-from trimtab.analysis.answers import Answer, Check, judge_all, read_answer, read_answers
+from trimtab.analysis.answers import (
+    MOST_POINTS,
+    Answer,
+    Check,
+    Figure,
+    Line,
+    OutOfReach,
+    Panel,
+    judge_all,
+    read_answer,
+    read_answers,
+    thin,
+)
 from trimtab.lab import reproduce as module
-from trimtab.lab.questions.question import Question, judge
+from trimtab.lab.questions.question import Measurement, Question, judge
 from trimtab.lab.reproduce import answer_from, reproduce
 from trimtab.report.results import write_results
+from trimtab.report.svg import draw
 from trimtab.runs import RunError
 
 
@@ -59,10 +72,11 @@ def test_a_question_is_run_answered_and_shown(tmp_path, monkeypatch):
     (answer,) = read_answers(answers)
     assert answer.verdict == "partly"
     assert (answer.question, answer.about) == ("Does it learn?", "A paper says so.")
-    assert answer.design["runs"] == 2
-    assert len(answer.curves[0]["loss"]) == 2
+    assert answer.design.startswith("2 runs of gpt-lab, 20 steps, sizes 2x16, 1 seed, learning rates 0.01, 0.1.")
+    (curves,) = answer.figures
+    assert len(curves.panels[0].lines[0].y) == 2
     again = answer_from(TINY, tmp_path / "out" / "tiny")
-    assert (again.checks, again.design["runs"]) == (answer.checks, 2)
+    assert (again.checks, again.design) == (answer.checks, answer.design)
     # What has an answer is not asked again, unless it is wanted; then complete runs are not run again.
     monkeypatch.setattr(module, "sweep", lambda *_, **__: pytest.fail("run again"))
     reproduce(["tiny"], tmp_path / "out", answers, console=quiet())
@@ -72,8 +86,52 @@ def test_a_question_is_run_answered_and_shown(tmp_path, monkeypatch):
     assert "| P4 | [Does it learn?](p4.md#tiny) | partly | 1 of 2 |" in text
     page, figure = pages
     assert "| it learns everything | no |" in page.read_text()
-    assert page.read_text().count("figures/tiny.svg") == 1
+    assert "| 2x16 | plain | " in page.read_text()
+    assert page.read_text().count("figures/tiny-curves.svg") == 1
     assert figure.read_text().startswith("<svg")
+
+
+def weigh(numbers):
+    yield judge("it is heavy", {"kg": numbers["kg"]}, lambda x: x > 1)
+
+
+def scale(numbers):
+    yield Figure(
+        name="scale", title="Weights", x="day", y="kg", panels=[Panel("all", [Line("a", [1, 2], [2.5, None])])]
+    )
+
+
+@pytest.fixture
+def heavy(monkeypatch):
+    made = Measurement("heavy", "Is it heavy?", lambda folder: {"kg": 2.5}, weigh, 1.0, "P1", "A scale.", figures=scale)
+    monkeypatch.setattr(module, "find_question", lambda name: made)
+    return made
+
+
+@pytest.mark.usefixtures("heavy")
+def test_what_is_measured_without_a_study_is_answered_too(tmp_path):
+    answers = tmp_path / "results" / "answers"
+    assert reproduce(["heavy"], tmp_path / "out", answers, console=quiet()) is None
+    (answer,) = read_answers(answers)
+    assert (answer.verdict, answer.design, answer.checks[0].evidence) == ("reproduced", "A scale.", "kg: 2.5")
+    reach = [OutOfReach("P1", "it floats", "no water", "a lake")]
+    overview, _, figure = write_results([answer], tmp_path / "results", reach)
+    assert "| P1 | it floats | no water | a lake |" in overview.read_text()
+    assert figure.name == "heavy-scale.svg"
+    assert figure.read_text().count("<circle") == 1
+
+
+def test_a_figure_has_few_points_and_draws_what_its_axes_can_show():
+    line = Line("a", list(range(1, 1001)), [float(x - 1) for x in range(1, 1001)], [], [])
+    figure = Figure(name="f", title="<t>", x="x", y="y", panels=[Panel("p", [line])], log_y=True)
+    thinned = thin(figure).panels[0].lines[0]
+    assert len(thinned.x) <= MOST_POINTS
+    assert thinned.x[-1] == 1000
+    text = draw(figure)
+    assert "&lt;t&gt;" in text
+    assert len(text.split('points="')[1].split('"')[0].split()) == 999  # a logarithm of 0 is not drawn
+    nothing = Figure(name="f", title="t", x="x", y="y", panels=[Panel("p", [Line("a", [1], [None])])])
+    assert "no finished runs" in draw(nothing)
 
 
 def test_a_damaged_answer_is_refused_with_the_remedy(tmp_path):

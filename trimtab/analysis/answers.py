@@ -1,4 +1,4 @@
-"""The answer to a question of the papers: its claims with their numbers, and the curves, in one small file.
+"""The answer to a question of the papers: its claims with their numbers, figures and tables, in one small file.
 
     reproduced   every claim holds
     partly       the first claim holds, or at least half of them
@@ -11,15 +11,18 @@ from, so they can be made again without the runs.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from trimtab.analysis.findings import Curve
 from trimtab.runs import RunError, replace_json, require_json
 
-Paper = Literal["P1", "P2", "P3", "P4"]
+Paper = Literal["P1", "P2", "P3", "P4", "all"]  # all: the four together
 Verdict = Literal["reproduced", "partly", "not", "no answer"]
+MOST_POINTS = 120  # of a line in a figure
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,46 @@ class Check:
     evidence: str
 
 
+@dataclass(frozen=True)
+class Line:
+    """Points of one arm; a y of None is not drawn. `low` and `high` are the range over seeds."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """Panels side by side with the same axes. `name` is unique within the answer."""
+
+    name: str
+    title: str
+    x: str  # what the axes show, with units
+    y: str
+    panels: Sequence[Panel]
+    log_x: bool = False
+    log_y: bool = False
+
+
+Cell = str | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     name: str
@@ -36,10 +79,11 @@ class Answer:
     question: str
     about: str  # what the paper found, and how this study differs
     checks: tuple[Check, ...]
-    curves: tuple[Mapping[str, Any], ...] = ()  # arm, size, lrs, loss, low, high, sensitivity
-    design: Mapping[str, Any] = field(default_factory=dict)  # sizes, learning rates, arms, seeds, steps, runs
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    design: str = ""  # what was run, in a sentence
     command: str = ""
-    minutes: float = 0.0  # of training, on the cores that were there
+    minutes: float = 0.0  # of computing, on the cores that were there
     machine: str = ""
     date: str = ""
 
@@ -50,8 +94,19 @@ class Answer:
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
-        replace_json(path, clean(asdict(self)))
+        figures = tuple(thin(figure) for figure in self.figures)
+        replace_json(path, clean(asdict(replace(self, figures=figures))))
         return path
+
+
+@dataclass(frozen=True)
+class OutOfReach:
+    """A claim that runs of this size cannot show."""
+
+    paper: Paper
+    claim: str
+    reason: str
+    needs: str  # what would show it
 
 
 def judge_all(checks: Sequence[Check]) -> Verdict:
@@ -70,31 +125,65 @@ def read_answers(folder: Path) -> list[Answer]:
 
 
 def read_answer(path: Path) -> Answer:
-    data = require_json(path)
     try:
-        checks = tuple(Check(**check) for check in data["checks"])
-        return Answer(**{**data, "checks": checks, "curves": tuple(data["curves"])})
-    except (KeyError, TypeError) as error:
+        return msgspec.convert(require_json(path), Answer)
+    except msgspec.ValidationError as error:
         raise RunError(f"{path} is no answer: {error}; remove it, and answer the question again") from None
 
 
-def to_row(curve: Curve) -> dict[str, Any]:
-    """What a figure needs of a curve."""
-    return {
-        "arm": curve.arm,
-        "size": curve.size,
-        "lrs": list(curve.lrs),
-        "loss": list(curve.loss),
-        "low": list(curve.low),
-        "high": list(curve.high),
-        "sensitivity": curve.sensitivity,
-    }
+# --- What every study has: curves over the learning rate
+
+
+def curves_figure(curves: Sequence[Curve]) -> Figure:
+    """A panel per size, a line per arm."""
+    sizes = dict.fromkeys(curve.size for curve in curves)
+    panels = [Panel(size, [_line(curve) for curve in curves if curve.size == size]) for size in sizes]
+    return Figure(
+        name="curves",
+        title="Validation loss against the learning rate",
+        x="learning rate",
+        y="validation loss",
+        panels=panels,
+        log_x=True,
+    )
+
+
+def _line(curve: Curve) -> Line:
+    return Line(curve.arm, curve.lrs, curve.loss, curve.low, curve.high)
+
+
+def curves_table(curves: Sequence[Curve]) -> Table:
+    """The numbers that the sensitivity must not be read without."""
+    columns = ("size", "arm", "best loss", "at lr", "sensitivity", "fails from lr", "stopped early")
+    rows = [
+        (c.size, c.arm, c.best_loss, c.best_lr, c.sensitivity, c.failing_lr, f"{sum(c.broken)} of {sum(c.seeds)}")
+        for c in curves
+    ]
+    return Table("Best loss and sensitivity", columns, rows)
+
+
+def thin(figure: Figure) -> Figure:
+    """At most MOST_POINTS equally spaced points per line, the last one included."""
+    panels = [Panel(panel.title, [_thin(line) for line in panel.lines]) for panel in figure.panels]
+    return replace(figure, panels=panels)
+
+
+def _thin(line: Line) -> Line:
+    stride = -(-len(line.x) // MOST_POINTS) or 1
+    places = range((len(line.x) - 1) % stride, len(line.x), stride)
+
+    def some(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in places] if len(values) else []
+
+    return Line(line.name, some(line.x), some(line.y), some(line.low), some(line.high))
 
 
 def clean(x: Any) -> Any:
     """For JSON: numbers with six digits, those that are not finite as null."""
     if isinstance(x, Mapping):
         return {key: clean(value) for key, value in x.items()}
+    if isinstance(x, bool):
+        return x
     if isinstance(x, float):
         return float(f"{x:.6g}") if math.isfinite(x) else None
     if isinstance(x, str) or not isinstance(x, Iterable):

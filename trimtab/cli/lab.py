@@ -84,14 +84,17 @@ def lab(
 
 
 def _choose(subject: str, *, quick: bool, question: str | None, file: Path | None, trust: str | None) -> "Study":
-    from trimtab.lab.questions import find_question
+    from trimtab.lab.questions import Measurement, find_question
     from trimtab.lab.study import default_study, quick_study
     from trimtab.lab.study_file import read_study
 
     if (question or file) and subject != "gpt-lab":
         refuse(f"--study and --config have their own subject; leave {subject} out, or leave the option out")
     if question is not None:
-        return find_question(question).study()
+        asked = find_question(question)
+        if isinstance(asked, Measurement):
+            refuse(f"{asked.name} is measured, without a grid of runs; try trimtab reproduce {asked.name}")
+        return asked.study()
     if file is not None:
         return read_study(file, trust=trust)
     return quick_study(subject) if quick else default_study(subject)
@@ -200,7 +203,7 @@ def _refine(study: "Study", out: str) -> "Study | None":
 def _write_page(folders: list[str], page: Path | None, command: str, question: str | None = None) -> "Findings":
     """Write the page; print its verdict and, if the study is one of the questions, the answer."""
     from trimtab.analysis.findings import read
-    from trimtab.lab.questions import QUESTIONS
+    from trimtab.lab.questions import QUESTIONS, Question
     from trimtab.lab.store import fetch, publish
     from trimtab.report import check_page, notes_words, verdict_words, write_report
 
@@ -211,9 +214,10 @@ def _write_page(folders: list[str], page: Path | None, command: str, question: s
     if page is None:
         publish(folders[0], *(path.name for path in places[0].iterdir() if path.suffix in (".html", ".csv", ".json")))
     print("\n" + "\n".join([*verdict_words(findings), *(f"note: {note}" for note in notes_words(findings))]))
-    if question in QUESTIONS:
+    asked = QUESTIONS.get(question or "")
+    if isinstance(asked, Question):
         marks = {True: "yes", False: "NO", None: "unknown"}
-        checks = QUESTIONS[question].answer(findings)
+        checks = asked.answer(findings)
         print("\n" + "\n".join(f"{marks[check.passed]:8}{check.claim}: {check.evidence}" for check in checks))
     print(f"\nthe page: {written}" + (f", copied to {folders[0]}" if page is None and "://" in folders[0] else ""))
     return findings
@@ -266,7 +270,7 @@ def reproduce(
         pages: only write the pages again, from the answers
     """
     from trimtab.analysis.answers import read_answers
-    from trimtab.lab.questions import find_question
+    from trimtab.lab.questions import OUT_OF_REACH, find_question
     from trimtab.lab.reproduce import reproduce
     from trimtab.report.results import write_results
 
@@ -276,7 +280,7 @@ def reproduce(
     stopped = None if pages else reproduce(questions, local(out), answers, again=again)
     found = read_answers(answers)
     if found:
-        print(f"the pages: {write_results(found, local(results))[0]}")
+        print(f"the pages: {write_results(found, local(results), OUT_OF_REACH)[0]}")
     if stopped is not None:
         print(f"continue with: {command}")
         return exit_code(stopped)

@@ -1,6 +1,6 @@
-"""Reproduce the papers: the study of every question, one after the other, and its answer in one small file.
+"""Reproduce the papers: the runs of every question, one after the other, and its answer in one small file.
 
-    question --sweep--> runs/reproduce/NAME --check--> docs/results/answers/NAME.json --report--> docs/results/*.md
+    question --sweep, measure--> runs/reproduce/NAME --check--> docs/results/answers/NAME.json --report--> *.md
 
 The same call continues: complete runs are not run again, and a question that has its answer is not asked again.
 """
@@ -8,20 +8,25 @@ The same call continues: complete runs are not run again, and a question that ha
 import datetime
 import os
 import platform
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from trimtab.analysis.answers import Answer, read_answer, to_row
+from trimtab.analysis.answers import Answer, clean, curves_figure, curves_table, read_answer
 from trimtab.analysis.findings import read
 from trimtab.lab.executors import Executor, make_executor
-from trimtab.lab.questions import QUESTIONS, Question, find_question
+from trimtab.lab.questions import QUESTIONS, Measurement, Question, find_question
+from trimtab.lab.questions.question import Evidence
+from trimtab.lab.study import Study
 from trimtab.lab.sweep import sweep
-from trimtab.runs import End
+from trimtab.runs import End, replace_json, require_json
 from trimtab.screen import open_console
 
 Make = Callable[[], Executor]
+NUMBERS = "numbers.json"  # of a measurement, in its folder
 
 
 def reproduce(
@@ -36,7 +41,7 @@ def reproduce(
     """Answer these questions, or all. Returns why it was stopped, if it was.
 
     Args:
-        out: the folder of the studies
+        out: the folder of the runs
         answers: the folder of the answers
         again: also questions that have an answer
     """
@@ -47,11 +52,10 @@ def reproduce(
         if path.exists() and not again:
             _say(console, f"{question.name}: {read_answer(path).verdict}, answered before")
             continue
-        study = question.study()
-        _say(console, f"[{place} of {len(chosen)}] {question.name}: {question.text} About {study.minutes or 0:.0f} min")
-        summary = sweep(study, out / question.name, executor=(make or _local)(), console=console)
-        if summary.stopped is not None:
-            return summary.stopped
+        _say(console, f"[{place} of {len(chosen)}] {question.name}: {question.text} About {question.minutes:.0f} min")
+        stopped = _run(question, out / question.name, make or _local, console)
+        if stopped is not None:
+            return stopped
         answer = answer_from(question, out / question.name)
         answer.write(answers)
         _say(console, f"{question.name}: {answer.verdict}")
@@ -61,30 +65,69 @@ def reproduce(
     return None
 
 
-def answer_from(question: Question, folder: Path) -> Answer:
-    """The answer that the finished runs of a folder give."""
-    findings, study = read([folder]), question.study()
-    runs = [result for result in findings.results if result.finished]
+def _run(question: Question | Measurement, folder: Path, make: Make, console: Console) -> End | None:
+    if isinstance(question, Question):
+        return sweep(question.study(), folder, executor=make(), console=console).stopped
+    begun = time.monotonic()
+    try:
+        numbers = question.measure(folder)
+    except KeyboardInterrupt:
+        return End.INTERRUPTED
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_json(folder / NUMBERS, {"numbers": clean(numbers), "seconds": time.monotonic() - begun})
+    return None
+
+
+def answer_from(question: Question | Measurement, folder: Path) -> Answer:
+    """The answer that the finished runs, or the numbers, of a folder give."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = _from_runs(question, folder, cores) if isinstance(question, Question) else _from_numbers(question, folder)
     return Answer(
         name=question.name,
         paper=question.paper,
         question=question.text,
         about=question.about,
-        checks=tuple(question.answer(findings)),
-        curves=tuple(to_row(curve) for curve in findings.curves),
-        design={
-            "sizes": [size.name for size in study.sizes],
-            "lrs": list(study.lrs),
-            "arms": {arm.name: list(arm.switches) for arm in study.arms},
-            "seeds": len(study.seeds),
-            "steps": study.base.steps,
-            "runs": len(runs),
-        },
         command=f"trimtab reproduce {question.name}",
-        minutes=sum(result.seconds for result in runs) / 60 / cores,
         machine=describe_machine(cores),
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        **found,
+    )
+
+
+def _from_runs(question: Question, folder: Path, cores: int) -> dict[str, Any]:
+    findings, study = read([folder]), question.study()
+    evidence = Evidence(findings, question.name)
+    runs = [result for result in findings.results if result.finished]
+    curves = findings.curves
+    return {
+        "checks": tuple(question.check(evidence)),
+        "figures": (curves_figure(curves), *(question.figures(evidence) if question.figures else ())),
+        "tables": (curves_table(curves), *(question.tables(evidence) if question.tables else ())),
+        "design": _describe(study, len(runs)),
+        "minutes": sum(result.seconds for result in runs) / 60 / cores,
+    }
+
+
+def _from_numbers(question: Measurement, folder: Path) -> dict[str, Any]:
+    saved = require_json(folder / NUMBERS)
+    numbers = saved["numbers"]
+    return {
+        "checks": tuple(question.check(numbers)),
+        "figures": tuple(question.figures(numbers) if question.figures else ()),
+        "tables": tuple(question.tables(numbers) if question.tables else ()),
+        "design": question.design,
+        "minutes": saved["seconds"] / 60,
+    }
+
+
+def _describe(study: Study, runs: int) -> str:
+    """What was run, in a sentence."""
+    arms = "; ".join(f"{arm.name}: {', '.join(arm.switches) or 'as it is'}" for arm in study.arms)
+    sizes, lrs = ", ".join(size.name for size in study.sizes), ", ".join(f"{lr:g}" for lr in study.lrs)
+    plural = "seed" if len(study.seeds) == 1 else "seeds"
+    return (
+        f"{runs} runs of {study.subject}, {study.base.steps} steps, sizes {sizes}, {len(study.seeds)} {plural}, "
+        f"learning rates {lrs}. Arms: {arms}."
     )
 
 

@@ -5,7 +5,7 @@
 A new question is a new file with a QUESTION, and its name in the list below.
 """
 
-from trimtab.analysis.answers import Check
+from trimtab.analysis.answers import Check, OutOfReach
 from trimtab.hints import did_you_mean
 from trimtab.lab.questions import (
     attention,
@@ -26,7 +26,7 @@ from trimtab.lab.questions import (
     width_depth,
     z_loss,
 )
-from trimtab.lab.questions.question import Question
+from trimtab.lab.questions.question import Measurement, Question
 from trimtab.train.config import ConfigError
 
 _PROXIES = (
@@ -45,10 +45,22 @@ _PROXIES = (
     eps,
 )
 _OTHERS = (eight_bits, switchback, beta2, seqlen_warmup)
-QUESTIONS: dict[str, Question] = {module.QUESTION.name: module.QUESTION for module in (*_PROXIES, *_OTHERS)}
+QUESTIONS: dict[str, Question | Measurement] = {
+    module.QUESTION.name: module.QUESTION for module in (*_PROXIES, *_OTHERS)
+}
+
+# Claims that need scale, data or hardware that a laptop does not have.
+OUT_OF_REACH = (
+    OutOfReach(
+        "P1",
+        "int8 training saves 13 to 25 % of the time on A100 GPUs",
+        "no GPU",
+        "`python -m bench.gpu` on one",
+    ),
+)
 
 
-def find_question(name: str) -> Question:
+def find_question(name: str) -> Question | Measurement:
     found = QUESTIONS.get(name.replace("_", "-"))
     if found is None:
         hint = did_you_mean(name, QUESTIONS)
@@ -58,7 +70,7 @@ def find_question(name: str) -> Question:
 
 def list_questions() -> list[tuple[str, str, float]]:
     """Rows of (name, question, minutes on two cores)."""
-    return [(name, one.text, round(one.study().minutes or 0, 1)) for name, one in QUESTIONS.items()]
+    return [(name, one.text, round(one.minutes, 1)) for name, one in QUESTIONS.items()]
 
 
-__all__ = ["QUESTIONS", "Check", "Question", "find_question", "list_questions"]
+__all__ = ["OUT_OF_REACH", "QUESTIONS", "Check", "Measurement", "Question", "find_question", "list_questions"]

@@ -1,7 +1,8 @@
-"""What a question of the papers consists of: a study that can answer it, and checks of its runs.
+"""What a question of the papers consists of: runs or measurements that can answer it, and checks of them.
 
-    Question      name, text, grid, and a function that checks the findings
-    Evidence      the curves and runs of its study; None if the runs do not suffice
+    Question      a study of many runs: name, text, grid, and a function that checks its findings
+    Measurement   no grid: a function that measures, and one that checks its numbers
+    Evidence      the curves and runs of a study; None if the runs do not suffice
     judge(...)    a claim, the numbers for it, and the rule that decides
 
 A check is True, False, or None if there are not enough runs; None never passes. The first check is the main claim: a
@@ -10,38 +11,34 @@ question is reproduced if all checks pass, and partly if the first or at least h
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from trimtab.analysis.answers import Check, Paper
+from trimtab.analysis.answers import Check, Figure, Paper, Table
 from trimtab.analysis.findings import Curve, Findings, Points, Result
+from trimtab.analysis.one_run import Analysis, analyze
 from trimtab.lab.sizes import Size, parse_size
 from trimtab.lab.study import LRS, Arm, Study
 from trimtab.lab.subjects import study_base
+from trimtab.train.config import with_values
 
 STEADIED = ("qk-norm", "z-loss")  # the paper's default, except in the questions about them
 XS, S, M, L = "2x16", "2x32", "3x64", "4x128"
 Values = dict[str, float | None]
-
+Numbers = Mapping[str, Any]  # of a measurement, as JSON
 
 Checks = Iterator[Check]
 
 
 @dataclass(frozen=True)
-class Question:
-    """A study of the lab's GPT, and the checks of its findings."""
+class Asked:
+    """What a study and a measurement have in common."""
 
     name: str
     doc: str | None  # begins with the question
-    arms: Mapping[str, Sequence[str]]
-    check: "Callable[[Evidence], Checks]"
-    sizes: Sequence[str | Size] = (M,)
-    lrs: Sequence[float] = LRS
-    seeds: int = 3
-    steps: int = 500
-    always: Sequence[str] = ()  # switches that every arm begins with
-    paper: Paper = "P3"
 
     @property
     def text(self) -> str:
@@ -52,12 +49,34 @@ class Question:
         """What the paper found, and where."""
         return " ".join((self.doc or "").partition("?")[2].split())
 
+
+@dataclass(frozen=True)
+class Question(Asked):
+    """A study of one of the lab's models, and the checks of its findings."""
+
+    arms: Mapping[str, Sequence[str]]
+    check: "Callable[[Evidence], Checks]"
+    sizes: Sequence[str | Size] = (M,)
+    lrs: Sequence[float] = LRS
+    seeds: int = 3
+    steps: int = 500
+    always: Sequence[str] = ()  # switches that every arm begins with
+    paper: Paper = "P3"
+    subject: str = "gpt-lab"
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the subject's config that differ, by dotted name
+    figures: "Callable[[Evidence], Iterable[Figure]] | None" = None  # besides the loss against the learning rate
+    tables: "Callable[[Evidence], Iterable[Table]] | None" = None
+
+    @property
+    def minutes(self) -> float:
+        return self.study().minutes or 0.0
+
     def study(self) -> Study:
         return Study(
             name=self.name,
             question=self.text,
-            subject="gpt-lab",
-            base=study_base("gpt-lab", self.steps),
+            subject=self.subject,
+            base=with_values(study_base(self.subject, self.steps), self.fields),
             sizes=tuple(parse_size(size) if isinstance(size, str) else size for size in self.sizes),
             lrs=tuple(self.lrs),
             arms=tuple(Arm(arm, (*self.always, *switches)) for arm, switches in self.arms.items()),
@@ -69,11 +88,32 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Measurement(Asked):
+    """A function that measures into a folder, and the checks of its numbers."""
+
+    measure: Callable[[Path], Numbers]  # continues what the folder has; the numbers are JSON
+    check: Callable[[Numbers], Checks]
+    minutes: float
+    paper: Paper
+    design: str  # what is measured, in a sentence
+    figures: Callable[[Numbers], Iterable[Figure]] | None = None
+    tables: Callable[[Numbers], Iterable[Table]] | None = None
+
+    def answer(self, numbers: Numbers) -> list[Check]:
+        return list(self.check(numbers))
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The findings of one study."""
 
     findings: Findings
     study: str
+    analysis: Callable[[Path], Analysis] = analyze  # of one run: spikes, lead times, correlations
+
+    def analyses(self, arm: str, size: str = M, lr: float | None = None) -> list[Analysis]:
+        """Of the finished runs."""
+        return [self.analysis(run.folder) for run in self.runs(arm, size, lr)]
 
     def curve(self, arm: str, size: str = M) -> Curve | None:
         """A curve for which all planned learning rates were run."""
