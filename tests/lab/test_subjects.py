@@ -10,6 +10,7 @@ import torch
 from tests.train.runs import assert_same_run, quiet, read_events
 from trimtab.analysis.findings import Result
 from trimtab.analysis.results import SNAPSHOT, read_result
+from trimtab.lab.budget import seconds
 from trimtab.lab.sizes import LADDERS, Size, count_heads, ladder, parse_size, parse_sizes, scaled
 from trimtab.lab.study import Arm, Study, default_study
 from trimtab.lab.study_file import make_study
@@ -38,6 +39,17 @@ def own(function: str = "build", **changes) -> ModuleRun:
 
 
 # --- Sizes
+
+
+def test_the_clip_of_studies_needs_no_download_and_scales_as_a_whole():
+    base = study_base("clip-lab", 200)
+    assert (base.data.corpus, base.optim.bits, base.optim.clip_norm, base.threads) == ("shapes", 32, None, 1)
+    at_size = scaled(base, parse_size("2x32"))
+    assert at_size == base
+    model = scaled(base, parse_size("4x64")).model
+    assert (model.depth, model.width, model.text_depth, model.text_width, model.embed) == (4, 64, 2, 64, 64)
+    assert 2 < seconds(at_size) < 20
+    assert simulate(base).steps == 200
 
 
 def test_a_size_is_depth_by_width_in_heads_of_sixteen():

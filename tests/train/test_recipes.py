@@ -11,7 +11,7 @@ from trimtab.train.build import build_optimizer
 from trimtab.train.plan import draw_plan, simulate
 
 NAMES = ["gpt-tiny", "gpt-small", "gpt-lab", "gpt2-117m", "gpt2-1.5b", "gpt3-125m"]
-NAMES += ["clip-tiny", "clip-vit-b32", "clip-vit-l14", "clip-vit-h14"]
+NAMES += ["clip-tiny", "clip-lab", "clip-vit-b32", "clip-vit-l14", "clip-vit-h14"]
 
 
 def build(config):
