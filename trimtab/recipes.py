@@ -100,8 +100,8 @@ def clip_tiny() -> CLIPRun:
 
 def clip_lab() -> CLIPRun:
     """Two image blocks and one text block of width 32, on drawn shapes: the CLIP of studies, about 10 seconds."""
-    small = {"depth": 2, "width": 32, "heads": 2, "text_depth": 1, "text_width": 32, "text_heads": 2, "embed": 32}
-    model = replace(CLIP_SIZES["tiny"], **small, patch=8, context=48)  # the longest caption has 43 bytes
+    image = replace(CLIP_SIZES["tiny"], depth=2, width=32, heads=2, patch=8, embed=32)
+    model = replace(image, text_depth=1, text_width=32, text_heads=2, context=48)  # the longest caption has 43 bytes
     steps = 400
     return CLIPRun(
         model=model,

@@ -42,6 +42,7 @@ from trimtab.train import (
 from trimtab.train.build import build_task
 from trimtab.train.compilations import count_shapes
 from trimtab.train.config import WatchConfig, load_config
+from trimtab.train.evaluate import zero_shot
 from trimtab.train.plan import simulate
 from trimtab.train.processes import Processes
 
@@ -560,8 +561,13 @@ def test_a_clip_writes_no_text_but_names_pictures(tmp_path):
     with pytest.raises(RunError, match="holds a CLIP, which writes no text"):
         sample(tmp_path / "run")
     found = evaluate(tmp_path / "run", batches=1)
-    assert 0 <= found["zero_shot_top1"] <= found["zero_shot_top5"] <= 1
-    assert found["chance"] == 1 / found["captions"]
+    assert 0 <= found["caption_top1"] <= found["caption_top5"] <= 1
+    assert 0 <= found["zero_shot_one_prompt"] <= 1
+    assert found["chance"] == 1 / found["classes"]
+    assert zero_shot(tmp_path / "run").top1 == found["zero_shot_top1"]
+    go(tiny(tmp_path, steps=1), tmp_path / "gpt")
+    with pytest.raises(RunError, match="not the run of a CLIP"):
+        zero_shot(tmp_path / "gpt")
 
 
 def test_config_json_holds_config_hash_and_versions(tmp_path):

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from trimtab.data import open_corpus, open_pairs
 from trimtab.data.tokenizers import TextTokenizer
-from trimtab.nn import CLIP, ByteTokenizer
+from trimtab.nn import CLIP
 from trimtab.runs import RunError, RunFolder
 from trimtab.train.build import build_model, build_task, check_data
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.config import CLIPRun, GPTRun, RunConfig, load_config
 from trimtab.train.memory import check_weights
 from trimtab.train.processes import Processes
+from trimtab.train.zero_shot import ZeroShot, classify, encode_captions, encode_images
 
 MOST = 10_000_000  # batches of an evaluation, tokens of a text: more would take days
 
@@ -59,27 +60,39 @@ def evaluate(
     if isinstance(config, GPTRun):
         result |= {"perplexity": math.exp(min(means["loss"], 700)), "bits_per_token": means["loss"] / math.log(2)}
     elif isinstance(config, CLIPRun):
-        result |= zero_shot(config, model)
+        result |= name_pictures(config, model)
     return result
 
 
-def zero_shot(config: CLIPRun, model: nn.Module) -> dict[str, Any]:
-    """Classify each validation picture by the nearest of all validation captions, which were not trained on."""
+def name_pictures(config: CLIPRun, model: nn.Module) -> dict[str, Any]:
+    """Validation pictures, none of which was trained on: the class of each by zero-shot classification, and the caption
+    of each among all validation captions."""
     assert isinstance(model, CLIP)
     pairs = open_pairs(config.data.corpus, size=config.model.image_size, cache=config.data.cache)
+    found = classify(model, pairs)
     images, captions = pairs.load("validation")
     names = sorted(set(captions))
-    tokens = ByteTokenizer(context=config.model.context).encode(names)
-    text = torch.cat([model.encode_text(part) for part in tokens.split(256)])
-    similarity = torch.cat([model.encode_image(part) @ text.t() for part in images.split(256)])
+    similarity = encode_images(model, images) @ encode_captions(model, names).t()
     right = torch.tensor([names.index(caption) for caption in captions])
-    found = similarity.topk(min(5, len(names)), dim=1).indices == right[:, None]
+    nearest = similarity.topk(min(5, len(names)), dim=1).indices == right[:, None]
     return {
-        "zero_shot_top1": found[:, 0].float().mean().item(),
-        "zero_shot_top5": found.any(dim=1).float().mean().item(),
-        "chance": 1 / len(names),
+        "zero_shot_top1": found.top1,
+        "zero_shot_one_prompt": found.single,
+        "chance": found.chance,
+        "classes": found.classes,
+        "prompts": found.prompts,
+        "caption_top1": nearest[:, 0].float().mean().item(),
+        "caption_top5": nearest.any(dim=1).float().mean().item(),
         "captions": len(names),
     }
+
+
+def zero_shot(folder: Path) -> ZeroShot:
+    """Zero-shot classification by the last checkpoint of a CLIP's run."""
+    config, model, _ = load_run(folder)
+    if not isinstance(config, CLIPRun) or not isinstance(model, CLIP):
+        raise RunError(f"{folder} is not the run of a CLIP, so it has no zero-shot accuracy; try `trimtab eval`")
+    return classify(model, open_pairs(config.data.corpus, size=config.model.image_size, cache=config.data.cache))
 
 
 @torch.no_grad()
