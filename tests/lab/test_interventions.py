@@ -23,6 +23,7 @@ CHANGES = {
     "z-loss=0.01": {"model.z_loss": "0.01"},
     "kappa=100": {"model.kappa": "100.0"},
     "attention=squared-relu": {"model.attention": '"squared-relu"'},
+    "attention-scale=linear": {"model.attention_scale": '"linear"'},
     "layer-scale": {"model.layer_scale": "0.0"},
     "stable-embedding": {"model.embedding": '"stable"'},
     "mup": {"model.mup": '"simple"', "model.mup_base_width": "16"},
@@ -39,10 +40,19 @@ CHANGES = {
     "weight-decay=0": {"optim.weight_decay": "0.0"},
     "weight-decay=10x": {"optim.weight_decay": "0.2"},
     "eps=1e-15": {"optim.eps": "1e-15"},
+    "beta1=0.8": {"optim.betas": "[0.8, 0.95]"},
+    "adafactor": {"optim.name": '"adafactor"'},
     "beta2=0.999": {"optim.betas": "[0.9, 0.999]"},
+    "rms-scaled": {"optim.rms_scaled": "true"},
     "stable-adamw": {"optim.name": '"stable-adamw"'},
     "8-bit": {"optim.bits": "8"},
+    "8-bit-embedding": {"optim.bits": "8", "optim.embedding_bits": "8"},
     "8-bit=dynamic:64": {"optim.bits": "8", "optim.codebook": '"dynamic"', "optim.block": "64"},
+    "8-bit=dynamic-flush:tensor": {
+        "optim.bits": "8",
+        "optim.codebook": '"dynamic-flush"',
+        "optim.block": str(2**30),
+    },
     "clip=0.5": {"optim.clip_norm": "0.5"},
     "no-clip": {"optim.clip_norm": "null"},
     "warmup=0.25": {"schedule.lr.warmup": "125"},
@@ -107,6 +117,17 @@ def test_codebook_and_block_reach_the_optimizer():
     weight = model.transformer.blocks[0].mlp.up.weight
     sizes = {x.numel() for x in optimizer.state[weight].values() if isinstance(x, torch.Tensor)}
     assert {weight.numel(), weight.numel() // 64} <= sizes  # codes, and a scale for each block
+
+
+def test_embeddings_have_8_bit_state_only_if_it_is_wanted():
+    for switches, bits in (("8-bit",), 32), (("8-bit=dynamic:tensor", "8-bit-embedding", "stable-embedding"), 8):
+        config = LAB
+        for switch in switches:
+            config = apply(config, switch)
+        model = GPT(config.model)
+        optimizer = build_optimizer(model, config.optim)
+        group = next(g for g in optimizer.param_groups if any(p is model.embedding.weight for p in g["params"]))
+        assert optimizer.storage_of(model.embedding.weight, group).bits == bits
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,15 @@ def test_linear_tables_are_even():
     assert torch.equal(signed, -signed.flip(0))
 
 
+@pytest.mark.parametrize("name", ["dynamic", "linear"])
+def test_a_flushing_table_is_the_published_one_with_a_second_zero(name):
+    table, flushing = load_codebook(name, signed=False), load_codebook(f"{name}-flush", signed=False)
+    assert len(flushing) == 256
+    assert 0 < flushing[1] < 1e-20
+    assert torch.equal(flushing[2:255], table[1:254])
+    assert torch.equal(load_codebook(name, signed=True), load_codebook(f"{name}-flush", signed=True))
+
+
 def test_tables_are_float32_whatever_the_default_dtype():
     old = torch.get_default_dtype()
     try:

@@ -78,6 +78,8 @@ def test_a_wrong_field_is_refused_with_a_remedy(tmp_path, change, message):
         ({"bits": 4}, "bits=4 is not known; try one of 8, 32"),
         ({"name": "adamw", "beta2_power": 0.5}, "beta2_power belongs to stable-adamw"),
         ({"name": "torch-adamw"}, "try optim.bits=32"),
+        ({"name": "adafactor"}, "try optim.bits=32"),
+        ({"bits": 32, "embedding_bits": 8}, "try optim.bits=8"),
     ],
 )
 def test_a_wrong_optimizer_is_refused_with_a_remedy(change, message):

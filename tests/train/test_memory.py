@@ -113,6 +113,24 @@ def test_the_optimizer_state_is_that_of_a_real_optimizer(make: Callable[..., Run
     assert found.optimizer == pytest.approx(real, rel=0.01)  # not counted: the step number of every tensor
 
 
+def test_the_rows_and_columns_of_adafactor_are_not_counted():
+    config = gpt(**{"optim.name": "adafactor", "optim.bits": 32})
+    model = build_model(config)
+    optimizer = build_optimizer(model, config.optim)
+    train_step(config, model, optimizer)
+    real = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    found = estimate(config)
+    assert found is not None
+    assert 0.95 * real < found.optimizer < real
+
+
+def test_embeddings_with_8_bit_state_need_less():
+    few, many = (estimate(gpt(**{"optim.bits": 8, "optim.embedding_bits": bits})) for bits in (8, 32))
+    assert few is not None
+    assert many is not None
+    assert few.optimizer < many.optimizer
+
+
 def test_momentum_zero_has_no_state():
     found = estimate(gpt(**{"optim.name": "sgd", "optim.betas": [0.0, 0.9]}))
     assert found is not None

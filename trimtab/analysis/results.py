@@ -32,7 +32,7 @@ SNAPSHOT = (0.03, 0.08)
 TAIL = 0.1
 MOST_POINTS = 400  # of a training curve
 _SIGNALS: tuple[TensorSignal, ...] = ("grad_rms", "update_rms")
-_NO_EPS = ("lion", "sgd")  # optimizers without eps
+_NO_EPS = ("lion", "sgd", "adafactor")  # optimizers without eps
 
 
 def read_result(empty: Result) -> Result:

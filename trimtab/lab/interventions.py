@@ -26,6 +26,7 @@ from trimtab.train.config import (
     with_model,
 )
 
+WHOLE = 2**30  # a block that no tensor of a study is longer than
 LINEARS = get_args(get_type_hints(get_type_hints(GPTRun)["model"])["linear"])
 
 
@@ -143,6 +144,7 @@ def _weight_decay(switch: Switch) -> RunConfig:
 
 def _eight_bit(switch: Switch) -> RunConfig:
     codebook, _, block = switch.value.partition(":")
+    block = str(WHOLE) if block == "tensor" else block
     codebooks = get_args(get_type_hints(OptimConfig)["codebook"])
     if codebook and codebook not in codebooks:
         raise ConfigError(f"8-bit={switch.value!r}: no codebook {codebook!r}; try one of {', '.join(codebooks)}")
@@ -213,6 +215,10 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
         "=squared-relu: attention without a softmax",
         lambda s: s.model(attention=s.choice("squared-relu", ("softmax", "squared-relu"))),
     ),
+    "attention-scale": (
+        "=linear: divide attention logits by the head width, not by its root",
+        lambda s: s.model(attention_scale=s.choice("linear", ("sqrt", "linear"))),
+    ),
     "layer-scale": ("a learned gain on each residual branch: =0", lambda s: s.model(layer_scale=s.number(0.0))),
     "stable-embedding": ("layer norm after the embedding", lambda s: s.flag().model(embedding="stable")),
     "mup": ("muParam: =simple, intermediate or full; base: the study's smallest width, or mup=simple:16", _mup),
@@ -228,12 +234,25 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
     "coupled-decay": ("decay by weight_decay * lr, as PyTorch: =x", lambda s: _decay(s, independent=False)),
     "weight-decay": ("=x, or =3x for three times the current one", _weight_decay),
     "eps": ("=x: Adam's eps, added to the root of the second moment", lambda s: s.optim(eps=s.number(above=0))),
+    "beta1": (
+        "=x: decay rate of the first moment",
+        lambda s: s.optim(betas=(s.number(above=0, below=1), s.config.optim.betas[1])),
+    ),
     "beta2": (
         "=x: decay rate of the second moment",
         lambda s: s.optim(betas=(s.config.optim.betas[0], s.number(above=0, below=1))),
     ),
+    "rms-scaled": ("AdamW, the step of each tensor relative to its weights", lambda s: s.flag().optim(rms_scaled=True)),
     "stable-adamw": ("smaller steps if the second moment is stale", lambda s: s.flag().optim(name="stable-adamw")),
-    "8-bit": ("8-bit optimizer state: =codebook[:block], such as dynamic:256; small tensors keep 32 bits", _eight_bit),
+    "adafactor": (
+        "Adafactor with momentum, a second moment of rows and columns",
+        lambda s: s.flag().optim(name="adafactor", bits=32, embedding_bits=32),
+    ),
+    "8-bit": ("8-bit optimizer state: =codebook[:block], such as dynamic:256 or dynamic:tensor", _eight_bit),
+    "8-bit-embedding": (
+        "8-bit optimizer state, of embeddings too",
+        lambda s: s.flag().optim(bits=8, embedding_bits=8),
+    ),
     "clip": ("=x: clip the norm of all gradients", lambda s: s.optim(clip_norm=s.number(1.0, above=0))),
     "no-clip": ("no gradient clipping", lambda s: s.flag().optim(clip_norm=None)),
     # the schedule

@@ -16,7 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Name = Literal["dynamic-symmetric", "dynamic", "linear"]
+Name = Literal["dynamic-symmetric", "dynamic", "linear", "dynamic-flush", "linear-flush"]
+NOTHING = 1e-30  # of the largest value of a block: what a step divides by is then eps
 
 
 def load_codebook(name: Name = "dynamic-symmetric", *, signed: bool = True) -> Tensor:
@@ -68,6 +69,15 @@ def linear(*, signed: bool = True, bits: int = 8) -> Tensor:
     """Evenly spaced values. The signed table is that of the paper: symmetric, so it has no exact zero."""
     _check_bits(bits)
     return torch.linspace(-1.0 if signed else 0.0, 1.0, 2**bits, dtype=torch.float64, device="cpu").float()
+
+
+def flushing(table: Tensor) -> Tensor:
+    """An unsigned table in which code 1 decodes to nearly zero; the largest value but one makes room for it.
+
+    Here a positive second moment gets code 1 at least. In the published optimizers it may become zero, and the next
+    step may then be very large. With this table they can be compared.
+    """
+    return torch.cat([table[:1], table.new_full((1,), NOTHING), table[1:-2], table[-1:]])
 
 
 def quantile(x: Tensor, *, bits: int = 8, offset: float = 1 / 512) -> Tensor:
@@ -133,4 +143,8 @@ _TABLES = {
     ("dynamic-symmetric", False): dynamic(signed=False),
     **{("dynamic", signed): dynamic(signed=signed) for signed in (True, False)},
     **{("linear", signed): linear(signed=signed) for signed in (True, False)},
+    ("dynamic-flush", True): dynamic(),
+    ("dynamic-flush", False): flushing(dynamic(signed=False)),
+    ("linear-flush", True): linear(),
+    ("linear-flush", False): flushing(linear(signed=False)),
 }

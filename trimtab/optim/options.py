@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
     bits: Literal[8, 32]  # of the state; 32
     block: int  # values that share a scale; 256
     min_8bit_size: int  # smaller tensors keep 32 bits; 4096
-    codebook: Coding  # of 8-bit state; "quadratic", or a table: "dynamic-symmetric", "dynamic", "linear"
+    codebook: Coding  # of 8-bit state; "quadratic", or a table of trimtab/ops/codebook.py
     keep32: Keep | Iterable[Keep]  # parameters with 32-bit state; by default embeddings, by their names
     offload: str | PathLike[str] | None  # a folder: state in a memory-mapped file there; "cpu": in host memory
     maximize: bool

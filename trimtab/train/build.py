@@ -156,12 +156,14 @@ def _module_task(config: ModuleRun, processes: Processes) -> Task:
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Param groups have an `lr_ratio`: the factor of muParam on the scheduled learning rate."""
     bare: Any = getattr(model, "module", model)
+    exempt: dict[str, Any] = {} if config.embedding_bits == 32 else {"keep32": ()}
     groups = optim.groups(
         bare,
         lr=config.lr,
         weight_decay=config.weight_decay,
         mup_ratio=float(getattr(bare, "mup_ratio", 1.0)),
         independent_decay=config.independent_decay,
+        **exempt,
     )
     made = _make_optimizer(groups, config)
     for group in made.param_groups:
@@ -180,7 +182,7 @@ def _make_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.
             plain = [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in groups]
             return torch.optim.AdamW(plain, **adam, fused=True)
         case "adamw":
-            return optim.AdamW(groups, **adam, **state)
+            return optim.AdamW(groups, **adam, **state, rms_scaled=config.rms_scaled)
         case "stable-adamw":
             return optim.StableAdamW(groups, **adam, **state, beta2_power=config.beta2_power)
         case "adam":
@@ -189,6 +191,8 @@ def _make_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.
             return optim.LAMB(groups, **adam, **state)
         case "ademamix":
             return optim.AdEMAMix(groups, lr=config.lr, eps=config.eps, **state)
+        case "adafactor":  # its eps is added to squares, so it is not that of Adam
+            return optim.AdafactorMomentum(groups, lr=config.lr, betas=config.betas)
         case "lion":
             return optim.Lion(groups, lr=config.lr, betas=config.betas, **state)
         case "sgd":

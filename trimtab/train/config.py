@@ -31,7 +31,7 @@ from trimtab.schedule.seqlen import Arithmetic, Kind
 from trimtab.screen import printable
 from trimtab.watch import Actions, Alarm
 
-Optimizer = Literal["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "torch-adamw"]
+Optimizer = Literal["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "adafactor", "torch-adamw"]
 Parallel = Literal["ddp", "fsdp2"]
 Run = TypeVar("Run", bound="RunConfig")
 # Of learning rate, weight decay and eps. Published ones are below 100 (LARS has the largest learning rates, about 30);
@@ -50,8 +50,12 @@ class OptimConfig:
     weight_decay: float = 0.01
     independent_decay: bool = False  # decay by weight_decay * lr / peak, independent of the peak
     bits: Literal[8, 32] = 8  # of the optimizer's state
-    codebook: Literal["quadratic", "dynamic-symmetric", "dynamic", "linear"] = "quadratic"  # of 8-bit state
+    codebook: Literal[  # of 8-bit state
+        "quadratic", "dynamic-symmetric", "dynamic", "linear", "dynamic-flush", "linear-flush"
+    ] = "quadratic"
     block: int = 256  # values that share a scale, in 8-bit state
+    embedding_bits: Literal[8, 32] = 32  # of the state of embeddings
+    rms_scaled: bool = False  # multiply the step of each tensor by the size of its weights (adamw)
     beta2_power: float | None = None  # beta2 = 1 - step^-power instead of a constant (stable-adamw)
     clip_norm: float | None = 1.0  # of all gradients together
     release: bool = False  # update parameters during the backward pass, and free each gradient at once
@@ -73,10 +77,16 @@ class OptimConfig:
             raise ConfigError(f"optim.beta2_power={self.beta2_power} must be above zero; try optim.beta2_power=0.8")
         if self.beta2_power is not None and self.name != "stable-adamw":
             raise ConfigError(f"optim.beta2_power belongs to stable-adamw, got optim.name={self.name!r}")
+        if self.rms_scaled and self.name != "adamw":
+            raise ConfigError(f"optim.rms_scaled belongs to adamw, got optim.name={self.name!r}")
         if self.name == "torch-adamw" and self.bits != 32:
             raise ConfigError("optim.name='torch-adamw' keeps 32-bit state; try optim.bits=32")
-        if self.release and self.name == "torch-adamw":
-            raise ConfigError("torch-adamw has no optim.release; try optim.name='adamw'")
+        if self.name == "adafactor" and self.bits != 32:
+            raise ConfigError("optim.name='adafactor' keeps 32-bit state; try optim.bits=32")
+        if self.embedding_bits < self.bits:
+            raise ConfigError("optim.embedding_bits=8 is for 8-bit state; try optim.bits=8")
+        if self.release and self.name in ("torch-adamw", "adafactor"):
+            raise ConfigError(f"{self.name} has no optim.release; try optim.name='adamw'")
         if self.release and self.clip_norm is not None:
             raise ConfigError(
                 f"optim.clip_norm={self.clip_norm} needs all gradients at once, and optim.release frees each of them "

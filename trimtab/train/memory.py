@@ -4,7 +4,8 @@
     optimizer state    4 bytes per parameter and moment; in 8 bits 1, and a share of a scale
     activations        what autograd keeps for one backward pass, at the longest length of the run
 
-All numbers follow from the config alone. Weights and optimizer state are exact. Activations are a lower bound: small
+All numbers follow from the config alone. Weights and optimizer state are exact, except for the rows and columns of
+Adafactor, which are not counted. Activations are a lower bound: small
 and temporary tensors are not counted. So no run that fits is refused, but one that is accepted may still not fit.
 """
 
@@ -27,7 +28,7 @@ from trimtab.train.processes import Processes
 Known = GPTRun | CLIPRun  # runs whose models are known
 Sizes = Iterator[tuple[int, int, bool]]  # tensors that are alike: their number, their size, whether they are embeddings
 FLOAT = 4  # bytes
-MOMENTS = {"lion": 1, "sgd": 1, "ademamix": 3}  # the other optimizers have 2
+MOMENTS = {"lion": 1, "sgd": 1, "adafactor": 1, "ademamix": 3}  # the other optimizers have 2
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -180,7 +181,7 @@ def _optimizer_state(config: Known) -> int:
 def _moment(optim: OptimConfig, size: int, embeds: bool) -> int:
     """Bytes of one moment of a tensor."""
     group = DEFAULTS | {"bits": optim.bits, "block": optim.block, "codebook": optim.codebook}
-    bits = choose_storage(size, group, "an embedding" if embeds else None).bits
+    bits = choose_storage(size, group, "an embedding" if embeds and optim.embedding_bits == 32 else None).bits
     return FLOAT * size if bits == 32 else size + FLOAT * -(-size // optim.block)
 
 
