@@ -83,8 +83,8 @@ class Question(Asked):
             seeds=tuple(range(self.seeds)),
         )
 
-    def answer(self, findings: Findings) -> list[Check]:
-        return list(self.check(Evidence(findings, self.name)))
+    def answer(self, findings: Findings, analysis: Callable[[Path], Analysis] = analyze) -> list[Check]:
+        return list(self.check(Evidence(findings, self.name, analysis)))
 
 
 @dataclass(frozen=True)
