@@ -259,3 +259,26 @@ def test_independent_decay_takes_wd_times_lr_over_lr_max_off_the_weights(name):
     optimizer.step()
     torch.testing.assert_close(p.detach(), start(37, 29) * (1 - 0.01 * 0.5), rtol=1e-6, atol=0)
     assert make(name, [p], lr=0.25, independent_decay=True).param_groups[0]["lr_max"] == 0.25
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e-5])
+def test_rms_scaled_multiplies_the_step_of_each_tensor_by_its_size_and_not_its_decay(size, independent):
+    weights = [size * start(37, 29), 10 * size * start(501)]
+    params = [nn.Parameter(w.clone()) for w in weights]
+    options = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}
+    mine = optim.AdamW(params, **options, rms_scaled=True, independent_decay=independent)
+    found, decay = [], 0.1 if independent else 1e-2 * 0.1  # lr is the peak
+    for g, w in zip(([*gradients(tuple(w.shape))] for w in weights), weights, strict=True):
+        p, m, v = w.double(), 0.0, 0.0
+        for t, x in enumerate(g, start=1):
+            m, v = 0.8 * m + 0.2 * x.double(), 0.95 * v + 0.05 * x.double() ** 2
+            u = m / (1 - 0.8**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+            p = p * (1 - decay) - 1e-2 * max(p.square().mean().sqrt(), 1e-3) * u
+        found.append(p)
+    for pair in zip(*(gradients(tuple(w.shape)) for w in weights), strict=True):
+        for p, g in zip(params, pair, strict=True):
+            p.grad = g
+        mine.step()
+    for p, expected in zip(params, found, strict=True):
+        torch.testing.assert_close(p.detach().double(), expected, **CLOSE)

@@ -33,6 +33,7 @@ OURS: dict[str, Any] = {
     "Adam": lambda p, bits: optim.Adam(p, lr=1e-2, bits=bits, weight_decay=0.1),
     "StableAdamW": lambda p, bits: optim.StableAdamW(p, lr=1e-2, bits=bits, weight_decay=0.1),
     "power": lambda p, bits: optim.AdamW(p, lr=1e-2, bits=bits, beta2_power=0.8),
+    "relative": lambda p, bits: optim.AdamW(p, lr=1e-2, bits=bits, weight_decay=0.1, rms_scaled=True),
     "LAMB": lambda p, bits: optim.LAMB(p, lr=1e-2, bits=bits),
     "AdEMAMix": lambda p, bits: optim.AdEMAMix(p, lr=1e-2, bits=bits),
     "RMSprop": lambda p, bits: optim.RMSprop(p, lr=1e-2, bits=bits, weight_decay=0.1),

@@ -161,6 +161,8 @@ class Signals:
         sums: Tensor | None = None
         if "clip_threshold" in batch.group:  # StableAdamW shortens its step by RMS_t
             sums = self.sums[self._index(batch), RATIO : RATIO + 1].to(batch.steps.device)
+        elif batch.group.get("rms_scaled"):  # AdamW scales its step by the size of the weights
+            sums = add_up_shards(batch.owners, gradient_norms_unchecked(batch.params).view(-1, 1))
         elif "max_unorm" in batch.group:  # LAMB and LARS scale their step by the size of the weights
             first: Tensor = self.optimizer.rows(batch, None)  # type: ignore[attr-defined]
             sums = add_up_shards(batch.owners, batch.norms(first))
