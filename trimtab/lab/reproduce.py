@@ -101,8 +101,14 @@ def _from_runs(question: Question, folder: Path, cores: int) -> dict[str, Any]:
     curves = findings.curves
     return {
         "checks": tuple(question.check(evidence)),
-        "figures": (curves_figure(curves), *(question.figures(evidence) if question.figures else ())),
-        "tables": (curves_table(curves), *(question.tables(evidence) if question.tables else ())),
+        "figures": (
+            *((curves_figure(curves),) if question.curves else ()),
+            *(question.figures(evidence) if question.figures else ()),
+        ),
+        "tables": (
+            *((curves_table(curves),) if question.curves else ()),
+            *(question.tables(evidence) if question.tables else ()),
+        ),
         "design": _describe(study, len(runs)),
         "minutes": sum(result.seconds for result in runs) / 60 / cores,
     }

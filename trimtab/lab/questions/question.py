@@ -66,10 +66,12 @@ class Question(Asked):
     fields: Mapping[str, Any] = field(default_factory=dict)  # of the subject's config that differ, by dotted name
     figures: "Callable[[Evidence], Iterable[Figure]] | None" = None  # besides the loss against the learning rate
     tables: "Callable[[Evidence], Iterable[Table]] | None" = None
+    curves: bool = True  # show the loss against the learning rate; of few rates and many arms it says nothing
+    measured: float | None = None  # minutes on two cores, of a subject whose time cannot be estimated
 
     @property
     def minutes(self) -> float:
-        return self.study().minutes or 0.0
+        return self.study().minutes or self.measured or 0.0
 
     def study(self) -> Study:
         return Study(
