@@ -17,6 +17,8 @@ from tests.conftest import assert_same, seed
 from tests.hosts.zoo import Model
 from tests.processes import Pair, report
 from trimtab import optim
+from trimtab.nn import SwitchBackLinear, convert_linears
+from trimtab.schedule import SeqLenWarmup
 from trimtab.watch import Watch
 
 Run = Callable[..., None]
@@ -117,6 +119,48 @@ def is_watched(bf16: bool) -> None:
     assert {"rms/wte.weight", "rms/fc.weight"} <= set(found)
 
 
+def trains_int8_layers_on_short_sequences() -> None:
+    import deepspeed
+
+    warmup = SeqLenWarmup(start=8, end=16, steps=3, multiple=8)
+
+    def losses(forward: Any, backward: Any) -> Iterator[float]:
+        for step in range(1, 6):
+            tokens = torch.randint(128, (4, 16), generator=seed(step))
+            batch = warmup.cut({"tokens": tokens, "targets": tokens}, step)
+            assert batch["tokens"].shape == (4, warmup.at(step))
+            logits = forward(batch["tokens"])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+            backward(loss)
+            yield loss.item()
+
+    def build() -> tuple[Model, optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Model()
+        assert convert_linears(model, when="always", only="fc").share == 1
+        return model, optim.AdamW(model.named_parameters(), lr=1e-2, bits=8)
+
+    model, optimizer = build()
+    # Its default is to clip at 1.
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 0}, "gradient_clipping": 0.0}
+    host = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    plain, own = build()
+
+    def host_step(loss: torch.Tensor) -> None:
+        host.backward(loss)
+        host.step()
+
+    def plain_step(loss: torch.Tensor) -> None:
+        loss.backward()
+        own.step()
+        own.zero_grad()
+
+    found, expected = list(losses(host, host_step)), list(losses(plain, plain_step))
+    assert isinstance(host.module.fc, SwitchBackLinear)
+    assert found == expected
+    assert found[-1] < found[0]
+
+
 def refuses(stage: int, bf16: bool) -> None:
     with pytest.raises(ValueError, match=r"ZeRO.* DeepSpeed with ZeRO stage 0, which keep each tensor"):
         take_steps(engine(stage, bf16)[0], range(1))
@@ -135,6 +179,10 @@ def test_a_resume_through_its_own_checkpoint_continues_bit_for_bit(run, tmp_path
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_engine_is_watched_with_the_names_of_its_model(run, bf16):
     run(is_watched, bf16)
+
+
+def test_int8_layers_and_sequence_length_warmup_are_those_of_a_plain_loop(run):
+    run(trains_int8_layers_on_short_sequences)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

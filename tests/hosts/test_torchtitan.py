@@ -21,7 +21,9 @@ from tests.conftest import assert_same, seed
 from tests.optim.cases import CASES, OPTIMIZERS, QUANTIZED
 from tests.processes import PROCESSES, mesh, together
 from trimtab import optim
+from trimtab.nn import SwitchBackLinear
 from trimtab.ops.sharding import local
+from trimtab.watch import Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")
 
@@ -186,6 +188,11 @@ def test_the_container_trains_saves_and_resumes(tmp_path):
     container = config("StableAdamW").build(model_parts=[model])
     take_steps(model, container, range(3))
     [optimizer] = container.optimizers
+    watch = Watch(model, optimizer)
+    take_steps(model, container, range(1))
+    assert watch.step(2.0) == []
+    assert {"rms/weight", "grad_norm"} <= set(watch.scalars())
+    watch.close()
     assert [entry.bits for entry in optimizer.describe().entries] == [32, 8, 32]  # the embedding is known by its name
     dcp.save({"model": model.state_dict(), "optim": container.state_dict()}, checkpoint_id=tmp_path)
     again = Model(torch.float32)
@@ -201,3 +208,45 @@ def test_the_container_trains_saves_and_resumes(tmp_path):
         config("Muon").build(model_parts=[model])
     with pytest.raises(ValueError, match="fused_opt_states_bf16' is for PyTorch's Adam"):
         config("AdamW", implementation="fused_opt_states_bf16").build(model_parts=[model])
+
+
+def llama(*, quantized: bool) -> Any:
+    """Two layers of TorchTitan's Llama 3 for debugging."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchtitan.models.llama3 import model_registry
+
+        from trimtab.hosts.torchtitan import SwitchBackConverter
+
+        converter = SwitchBackConverter.Config(when="always", skip=["layers.1.*"])
+        config = model_registry("debugmodel", converters=[converter] if quantized else None).model
+        config.layers = config.layers[:2]
+        torch.manual_seed(0)
+        model = config.build()
+        model.init_states(buffer_device=torch.device("cpu"))
+    return model
+
+
+def test_its_llama_is_built_with_int8_layers():
+    """Forward and backward of its own blocks; the attention's backward pass needs a GPU."""
+    pytest.importorskip("spmd_types", reason="TorchTitan's models import it")
+    plain, model = llama(quantized=False), llama(quantized=True)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q), name  # same names, same initial values
+    layers = {name for name, module in model.named_modules() if isinstance(module, SwitchBackLinear)}
+    inside = ("attention.wo", "attention.qkv_linear.wqkv", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    assert layers == {f"layers.0.{name}" for name in inside}  # no head, and not what was skipped
+    results = []
+    for one in (plain, model):
+        x = torch.randn(2, 16, 256, generator=seed(1), requires_grad=True)
+        y = one.layers["0"].feed_forward(x)
+        y.square().sum().backward()
+        results.append((y, x.grad, one.layers["0"].feed_forward.w2.weight.grad))
+    for exact, rounded in zip(*results, strict=True):
+        error = torch.linalg.vector_norm(rounded - exact) / torch.linalg.vector_norm(exact)
+        assert 0 < error < 0.06  # six products on the way, each rounded by about 1 %
+    tokens, places = torch.randint(2000, (2, 128), generator=seed(2)), torch.arange(128).expand(2, -1)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logits = [one(tokens, places, one.get_attention_masks(places)) for one in (plain, model)]
+    assert torch.linalg.vector_norm(logits[1] - logits[0]) < 0.05 * torch.linalg.vector_norm(logits[0])

@@ -270,13 +270,17 @@ def _heads(model: nn.Module) -> dict[int, str]:
 
 def _why_head(place: Place, heads: dict[int, str]) -> str | None:
     """Whether the layer is an output head or a router: because the model says so, or by its name."""
-    how = heads.get(id(place.module))
-    pattern = next((pattern for pattern in HEADS if fnmatchcase(_stem(place.name), pattern)), None)
-    pattern = pattern or next((pattern for pattern in ROUTERS if fnmatchcase(place.name, pattern)), None)
+    how, pattern = heads.get(id(place.module)), head_pattern(place.name)
     if how is None and pattern is None:
         return None
     what = "a router" if how == GATE or pattern in ROUTERS else "an output head"
     return f"{what} ({how or f'name matches {pattern!r}'}); name it in `only` to convert it"
+
+
+def head_pattern(name: str) -> str | None:
+    """The pattern of HEADS or ROUTERS that a layer's name matches."""
+    pattern = next((pattern for pattern in HEADS if fnmatchcase(_stem(name), pattern)), None)
+    return pattern or next((pattern for pattern in ROUTERS if fnmatchcase(name, pattern)), None)
 
 
 def _stem(name: str) -> str:
