@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from trimtab.analysis.one_run import (
     ANY,
+    Course,
+    Evaluation,
     analyze,
     binomial_tail,
     correlations,
@@ -257,6 +260,17 @@ def test_a_tensor_that_spikes_between_onset_and_peak_is_named_with_no_lead(tmp_p
     )
     assert (spike.step, spike.peak) == (300, (302, 9.0))
     assert (spike.tensors, spike.lead) == ([("w", 300, 2.5)], 0)
+
+
+def test_the_course_of_the_variance_has_its_peak_and_its_highest_value_early_in_the_run():
+    found = Course(np.array([2, 4, 6, 20]), np.array([1.0, 3.0, 2.0, 9.0]))
+    assert (found.peak, found.highest(), found.highest(0.25), found.highest(0.01)) == (20, 9.0, 3.0, 1.0)
+
+
+def test_an_analysis_says_when_a_loss_was_reached(spiky):
+    found = replace(analyze(spiky), evaluations=[Evaluation(0, 0, 5.0), Evaluation(64, 1, 3.0), Evaluation(128, 2, 2)])
+    assert found.reaches(3.5) == Evaluation(64, 1, 3.0)
+    assert found.reaches(1.0) is None
 
 
 def test_correlations_pair_the_loss_ratio_with_the_second_moments(spiky):

@@ -67,7 +67,7 @@ def test_a_switch_changes_what_it_says_and_nothing_else(switch):
 
 
 def test_every_switch_is_in_the_table_and_tested():
-    scheduled = {"seqlen-warmup", "batch-warmup", "steps", "batch"}
+    scheduled = {"seqlen-warmup", "length", "decay-by-steps", "batch-warmup", "steps", "batch"}
     assert {switch.partition("=")[0] for switch in CHANGES} | scheduled == set(SWITCHES)
     assert [name for name, _ in list_switches()] == list(SWITCHES)
     assert all(text for _, text in list_switches())
@@ -86,6 +86,31 @@ def test_sequence_length_warmup_sees_as_many_tokens():
     assert after.schedule.lr.decay_unit == "tokens"
     assert after.steps > before.steps
     assert 0 <= simulate(after).tokens - simulate(before).tokens <= before.batch * before.model.context
+
+
+@pytest.mark.parametrize("kind", ["linear", "root", "discrete", "two-stage", "mixed"])
+def test_every_pacing_begins_short_and_ends_at_full_length(kind):
+    after = apply(LAB, f"seqlen-warmup=0.3:{kind}")
+    lengths = after.seqlen_warmup
+    assert lengths.kind == kind
+    assert lengths.at(1) in ((8,) if kind != "mixed" else lengths.buckets())
+    assert lengths.at(after.steps) == LAB.model.context
+    assert 0 <= simulate(after).tokens - simulate(LAB).tokens <= LAB.batch * LAB.model.context
+    assert {"discrete": (8, 16, 32, 64)}.get(kind, ()) == lengths.lengths
+
+
+def test_a_constant_shorter_length_sees_as_many_tokens_and_is_evaluated_as_often():
+    after = apply(LAB, "length=16")
+    assert (after.steps, after.eval_every) == (4 * LAB.steps, 4 * LAB.eval_every)
+    assert {length for _, length in after.seqlen_warmup.table(after.steps)} == {16}
+    assert simulate(after).tokens == simulate(LAB).tokens
+    assert after.schedule.lr.decay_unit == "tokens"
+
+
+def test_decay_by_steps_ends_where_it_would_at_full_length():
+    after = apply(apply(LAB, "seqlen-warmup"), "decay-by-steps")
+    assert (after.schedule.lr.decay, after.schedule.lr.decay_unit) == (LAB.steps, "steps")
+    assert after.steps > LAB.steps
 
 
 def test_batch_warmup_sees_as_many_samples():

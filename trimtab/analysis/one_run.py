@@ -19,9 +19,12 @@ from trimtab.analysis import spikes
 from trimtab.analysis.spikes import PAPER, SpikeRules
 from trimtab.analysis.thresholds import LEAST_SPIKE, OUTLIER, OUTLIER_WINDOW
 from trimtab.hints import load_extra
+from trimtab.runs import EventKind
 from trimtab.runs.reader import Floats, Ints, Run, read_run
+from trimtab.runs.records import number
 
 ANY = "any tensor"
+VARIANCE = ("var_l1", "var_max")  # the gradient variance of Li et al. 2022: sum and maximum of √v
 
 
 class Correlation(NamedTuple):
@@ -87,12 +90,44 @@ class LossRatios:
 
 
 @dataclass(frozen=True)
+class Course:
+    """A signal of the whole model over the watched steps, where it is finite."""
+
+    steps: Ints
+    values: Floats
+
+    @property
+    def peak(self) -> int:
+        """The step at which it is highest."""
+        return int(self.steps[self.values.argmax()])
+
+    def highest(self, share: float = 1.0) -> float:
+        """The highest value in this first share of the run."""
+        return float(self.values[self.steps <= max(share * self.steps[-1], self.steps[0])].max())
+
+
+class Evaluation(NamedTuple):
+    """A validation loss, and the clocks at that moment. `seconds` are of training steps only."""
+
+    tokens: float
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
 class Analysis:
     rules: SpikeRules
     lead_times: list[LeadTime]  # ANY first, then tensors by p
     first_spikes: list[FirstSpike]
     ratios: LossRatios
     correlations: dict[str, Correlation] = field(default_factory=dict)
+    variance: dict[str, Course] = field(default_factory=dict)  # sum and maximum of √v
+    lr_peak: int | None = None  # the first step at the highest learning rate; None without a log
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    def reaches(self, loss: float) -> Evaluation | None:
+        """The first evaluation with at most this loss."""
+        return next((found for found in self.evaluations if found.loss <= loss), None)
 
 
 def analyze(run: Run | str | Path, rules: SpikeRules | None = None) -> Analysis:
@@ -100,7 +135,20 @@ def analyze(run: Run | str | Path, rules: SpikeRules | None = None) -> Analysis:
     run = run if isinstance(run, Run) else read_run(run)
     rules = rules or rules_for(run)
     ratios = loss_ratios(losses_of(run)[1])
-    return Analysis(rules, lead_times(run, rules), first_spikes(run, rules), ratios, correlations(run))
+    rates = np.nan_to_num(run.log.column("lr"))
+    return Analysis(
+        rules,
+        lead_times(run, rules),
+        first_spikes(run, rules),
+        ratios,
+        correlations(run),
+        variance={name: found for name in VARIANCE if (found := course(run, name))},
+        lr_peak=int(run.log.steps[rates.argmax()]) if rates.any() else None,
+        evaluations=[
+            Evaluation(number(event.values.get("tokens")), number(event.values.get("seconds")), event.loss)
+            for event in run.of_kind(EventKind.EVALUATED)
+        ],
+    )
 
 
 def rules_for(run: Run) -> SpikeRules:
@@ -189,8 +237,17 @@ def loss_ratios(losses: Sequence[float] | Floats) -> LossRatios:
     return LossRatios(ratios, float(np.quantile(tail, 0.95)) if len(tail) else math.nan)
 
 
-def correlations(run: Run, names: Sequence[str] = ("var_l1", "var_max")) -> dict[str, Correlation]:
-    """Pearson's r of the loss ratio with sums and maxima over all √v, over the watched steps."""
+def course(run: Run, name: str) -> Course | None:
+    """A total over the watched steps; None if it was not measured."""
+    if name not in run.signals.totals:
+        return None
+    values = run.signals.total(name)
+    finite = np.isfinite(values)
+    return Course(run.signals.steps[finite], values[finite]) if finite.any() else None
+
+
+def correlations(run: Run, names: Sequence[str] = VARIANCE) -> dict[str, Correlation]:
+    """Pearson's r of the loss ratio with sum and maximum of √v, over the watched steps."""
     steps, losses = losses_of(run)
     ratio_at = dict(zip(steps.tolist(), loss_ratios(losses).ratios.tolist(), strict=True))
     ratios = np.array([ratio_at.get(step, np.nan) for step in run.signals.steps.tolist()])

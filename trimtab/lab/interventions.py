@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from trimtab.hints import did_you_mean
 from trimtab.lab.subjects import with_steps
+from trimtab.schedule.seqlen import Kind
 from trimtab.train.config import (
     ConfigError,
     GPTRun,
@@ -159,14 +160,48 @@ def _warmup(switch: Switch) -> RunConfig:
 
 def _seqlen_warmup(switch: Switch) -> RunConfig:
     config, context = switch.config, switch.config.model.context
-    share = switch.number(0.3, above=0, below=1)
+    value, _, kind = switch.value.partition(":")
+    kind = replace(switch, name="seqlen-warmup=0.3:", value=kind).choice("linear", get_args(Kind))
+    share = replace(switch, value=value).number(0.3, above=0, below=1)
     if context <= 8:
         raise ConfigError(f"seqlen-warmup grows from 8 tokens, but rows have {context}; set model.context")
-    tokens = config.tokens or config.seqlen_warmup.count_tokens(config.batch, config.steps)
     steps = max(round(share * config.steps), 1)
-    warm = replace(config.schedule.seqlen, start=8, multiple=8, steps=steps, kind="linear")
-    longer = warm.ending_at(context).count_steps(config.batch, tokens)
-    return replace(switch.schedule(seqlen=warm, lr=_decay_by_tokens(config)), tokens=tokens, steps=longer)
+    lengths: dict[str, Any] = {"start": 8, "multiple": 8, "steps": steps, "kind": kind}
+    if kind == "discrete":  # each length twice the last, for as many steps
+        doubled = tuple(8 * 2**i for i in range(context.bit_length()) if 8 * 2**i < context)
+        until = tuple(max(steps * i // len(doubled), i) for i in range(1, len(doubled) + 1))
+        lengths |= {"lengths": (*doubled, context), "until": until, "steps": until[-1]}
+    return _with_lengths(config, **lengths)
+
+
+def _length(switch: Switch) -> RunConfig:
+    """The first of two stages, as long as the run. Evaluations are after as many tokens as before."""
+    config, length, context = switch.config, switch.count(), switch.config.model.context
+    if length >= context:
+        raise ConfigError(f"length={length} is not below the full length {context}; try length={max(context // 4, 1)}")
+    steps = -(-_tokens_of(config) // (config.batch * length))
+    after = _with_lengths(config, start=length, steps=steps, kind="two-stage")
+    return replace(after, eval_every=max(round(config.eval_every * after.steps / config.steps), 1))
+
+
+def _with_lengths(config: RunConfig, **lengths: Any) -> RunConfig:
+    """With another schedule of lengths, for as many tokens."""
+    tokens, schedule = _tokens_of(config), config.schedule
+    seqlen = replace(schedule.seqlen, **{"lengths": (), "until": (), **lengths})
+    schedule = replace(schedule, seqlen=seqlen, lr=_decay_by_tokens(config))
+    longer = seqlen.ending_at(config.model.context).count_steps(config.batch, tokens)
+    return replace(config, schedule=schedule, tokens=tokens, steps=longer)
+
+
+def _tokens_of(config: RunConfig) -> int:
+    return config.tokens or config.seqlen_warmup.count_tokens(config.batch, config.steps)
+
+
+def _decay_by_steps(switch: Switch) -> RunConfig:
+    """The decay ends where it would without a warmup of lengths or batch sizes."""
+    config = switch.flag().config
+    steps = -(-_tokens_of(config) // (config.batch * config.model.context))
+    return switch.schedule(lr=replace(config.schedule.lr, decay=steps, decay_unit="steps"))
 
 
 def _batch_warmup(switch: Switch) -> RunConfig:
@@ -183,7 +218,7 @@ def _batch_warmup(switch: Switch) -> RunConfig:
     while samples < total:
         samples += sizes.at(samples)
         steps += 1
-    tokens = config.tokens or config.seqlen_warmup.count_tokens(config.batch, config.steps)
+    tokens = _tokens_of(config)
     return replace(switch.schedule(batch=warm, lr=_decay_by_tokens(config)), tokens=tokens, steps=steps)
 
 
@@ -257,8 +292,13 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
     "no-clip": ("no gradient clipping", lambda s: s.flag().optim(clip_norm=None)),
     # the schedule
     "warmup": ("=0.25: share of the steps in which the learning rate rises", _warmup),
-    "seqlen-warmup": ("=0.3: share of the steps in which sequences grow from 8 tokens; same tokens", _seqlen_warmup),
+    "seqlen-warmup": (
+        "=0.3: share of the steps in which sequences grow from 8 tokens; =0.3:KIND such as root; same tokens",
+        _seqlen_warmup,
+    ),
+    "length": ("=N: rows of this length in the whole training; same tokens, evaluated at full length", _length),
     "batch-warmup": ("=0.3: share of the samples in which the batch grows from batch / 8", _batch_warmup),
+    "decay-by-steps": ("decay by steps after seqlen-warmup or batch-warmup, which decay by tokens", _decay_by_steps),
     "steps": ("=N: another number of steps; schedules and decay are scaled", lambda s: with_steps(s.config, s.count())),
     "batch": ("=N: another batch size on the same data, in fewer or more steps", _batch),
     "bfloat16": ("multiply in 16 bits (autocast)", lambda s: replace(s.flag().config, autocast="bfloat16")),

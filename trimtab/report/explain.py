@@ -280,15 +280,15 @@ def lead_time_words(row: LeadTime) -> str:
 
 def analyze_words(folder: Path, width: int = 60) -> str:
     """`trimtab analyze`: spikes and their lead times, loss ratios, correlations, and the course of the variance."""
-    run = read_run(folder)
-    lines = [str(folder), analysis_words(analyze(run))]
-    for name in ("var_l1", "var_max"):
-        values = run.signals.total(name) if name in run.signals.totals else np.array([])
-        known = values[np.isfinite(values)]
-        if len(known):
-            peak = run.signals.steps[int(np.nanargmax(values))]
-            ends = f"{known[0]:.3g} to {known[-1]:.3g}, highest {known.max():.3g} at step {peak}"
-            lines.append(f"{name:8} {sparkline(known.tolist(), width)}  {ends}")
+    found = analyze(read_run(folder))
+    lines = [str(folder), analysis_words(found)]
+    for name, course in found.variance.items():
+        ends = (
+            f"{course.values[0]:.3g} to {course.values[-1]:.3g}, highest {course.highest():.3g} at step {course.peak}"
+        )
+        lines.append(f"{name:8} {sparkline(course.values.tolist(), width)}  {ends}")
+    if found.variance and found.lr_peak is not None:
+        lines.append(f"the learning rate is highest at step {found.lr_peak}")
     return "\n".join(lines)
 
 
