@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bench.spikes import Setting, changes, train
-from bench.spikes_report import count, large_spikes, race, write_report
+from bench.spikes_report import write_report
+from trimtab.analysis.spike_counts import count, large_spikes, race
 from trimtab.runs.reader import Run
 
 SETTING = {"model": "clip", "optimizer": "adamw", "lr": 1.0, "beta2": 0.9, "batch": 1, "steps": 400, "changes": False}

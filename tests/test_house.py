@@ -34,7 +34,7 @@ ALLOWED = {
         "schedule",
         "hosts",
     },
-    "lab": {"train", "recipes", "analysis", "report", "runs", "data"},
+    "lab": {"train", "recipes", "analysis", "report", "runs", "data", "nn", "optim", "ops"},
     "report": {"analysis", "runs"},
     "analysis": {"runs"},
     "recipes": {"train", "nn", "optim", "data", "schedule"},
