@@ -149,7 +149,7 @@ def findings_of(study: Study, world) -> Findings:
         told = {"params": params(cell), "depth": cell.config.model.depth, "width": cell.config.model.width}
         names = {"name": cell.name, "study": study.name, "size": cell.size, "arm": cell.arm, "lr": cell.lr}
         made = Result(folder=Path(cell.folder), **names, seed=cell.seed, status="done", first=FIRST, kind="gpt", **told)
-        told = {key: value for key, value in world(cell).items() if key != "analysis"}
+        told = {key: value for key, value in world(cell).items() if key not in READERS}
         results.append(replace(made, **told))
     curves = measure.curves_of(results)
     return Findings(
@@ -162,15 +162,18 @@ def findings_of(study: Study, world) -> Findings:
     )
 
 
-def analysis_of(study: Study, world):
-    """Reads a run folder, as `trimtab.analysis.one_run.analyze`: the world has it as "analysis"."""
+READERS = ("analysis", "log", "classify")  # of Evidence: what a world has instead of run folders
+
+
+def readers_of(study: Study, world):
+    """Functions of a run folder, as `trimtab.analysis.one_run.analyze`."""
     cells = {Path(cell.folder): cell for cell in study.cells()}
-    return lambda folder: world(cells[folder])["analysis"]
+    return {name: lambda folder, name=name: world(cells[folder])[name] for name in READERS}
 
 
 def answer(question: Question, world, study: Study | None = None):
     study = study or question.study()
-    return question.answer(findings_of(study, world), analysis_of(study, world))
+    return question.answer(findings_of(study, world), **readers_of(study, world))
 
 
 def reversed_arms(study: Study, world):

@@ -18,12 +18,16 @@ from statistics import fmean
 from typing import Any
 
 from trimtab.analysis.answers import Check, Figure, Paper, Table
-from trimtab.analysis.findings import Curve, Findings, Points, Result
+from trimtab.analysis.findings import Curve, Findings, Points, Result, Status
 from trimtab.analysis.one_run import Analysis, analyze
 from trimtab.lab.sizes import Size, parse_size
 from trimtab.lab.study import LRS, Arm, Study
 from trimtab.lab.subjects import study_base
+from trimtab.runs.reader import Run, read_run
 from trimtab.train.config import with_values
+from trimtab.train.evaluate import zero_shot
+from trimtab.train.last_word import LastWords, last_words
+from trimtab.train.zero_shot import ZeroShot
 
 STEADIED = ("qk-norm", "z-loss")  # the paper's default, except in the questions about them
 XS, S, M, L = "2x16", "2x32", "3x64", "4x128"
@@ -85,8 +89,11 @@ class Question(Asked):
             seeds=tuple(range(self.seeds)),
         )
 
-    def answer(self, findings: Findings, analysis: Callable[[Path], Analysis] = analyze) -> list[Check]:
-        return list(self.check(Evidence(findings, self.name, analysis)))
+    def answer(
+        self, findings: Findings, analysis: Callable[[Path], Analysis] = analyze, **readers: Callable[[Path], Any]
+    ) -> list[Check]:
+        """`analysis` and the other readers of run folders are those of Evidence."""
+        return list(self.check(Evidence(findings, self.name, analysis, **readers)))
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,25 @@ class Evidence:
     findings: Findings
     study: str
     analysis: Callable[[Path], Analysis] = analyze  # of one run: spikes, lead times, correlations
+    log: Callable[[Path], Run] = read_run  # of one run: the loss and the signals of every step
+    classify: Callable[[Path], ZeroShot] = zero_shot  # of one CLIP: accuracy on concepts that it never saw
+    words: Callable[[Path], LastWords] = last_words  # of one GPT: the last words of passages
 
     def analyses(self, arm: str, size: str = M, lr: float | None = None) -> list[Analysis]:
         """Of the finished runs."""
         return [self.analysis(run.folder) for run in self.runs(arm, size, lr)]
+
+    def logs(self, arm: str, size: str = M, lr: float | None = None) -> list[Run]:
+        """Of the finished runs."""
+        return [self.log(run.folder) for run in self.runs(arm, size, lr)]
+
+    def zero_shot(self, arm: str, size: str = M, lr: float | None = None) -> list[ZeroShot]:
+        """Of the runs that reached their last step."""
+        return [self.classify(run.folder) for run in self.runs(arm, size, lr) if run.status is Status.DONE]
+
+    def last_words(self, arm: str, size: str = M, lr: float | None = None) -> list[LastWords]:
+        """Of the runs that reached their last step."""
+        return [self.words(run.folder) for run in self.runs(arm, size, lr) if run.status is Status.DONE]
 
     def curve(self, arm: str, size: str = M) -> Curve | None:
         """A curve for which all planned learning rates were run."""
