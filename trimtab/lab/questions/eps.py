@@ -1,13 +1,19 @@
-"""When is eps too large? Figures 11 to 13 of Wortsman et al. 2023b.
+"""Do gradients shrink until Adam's eps is too large? Figures 11 to 13, E.12, E.13, E.15, C.1 of Wortsman et al. 2023b.
 
+The paper: outputs of the blocks grow with the learning rate, so gradients shrink, with the size too, to eps = 1e-8.
 With r the root mean square of the gradient, an update is r / (r + eps) of its intended size. The gradients of small
-models are far above 1e-8, so larger values of eps are tried.
+models are far above 1e-8, so larger values of eps are tried. Gradients and updates are those of the first MLP matrix;
+queries, keys and values are one matrix here, which stands for the projection of the keys.
 """
 
+from collections.abc import Callable, Iterator
 from math import log10
 
 import numpy as np
 
+from trimtab.analysis.answers import Figure
+from trimtab.analysis.findings import Result
+from trimtab.lab.questions.figures import against_size
 from trimtab.lab.questions.question import (
     STEADIED,
     XS,
@@ -24,43 +30,78 @@ from trimtab.lab.questions.question import (
 )
 
 SIZES = (XS, S, M)
-EPS = (1e-15, 1e-8, 1e-6, 1e-4, 1e-2)
+EPS = (1e-15, 1e-8, 1e-4, 1e-2)
+LRS = (0.03, 0.3)
 ARMS = {f"eps {eps:g}": (f"eps={eps:g}",) for eps in EPS}
 SMALLEST, DEFAULT, *_, LARGEST = ARMS
+BLOCK = 1  # whose output is compared between sizes: all have it
+Number = Callable[[Result], float]
 
 
 def check(found: Evidence) -> Checks:
-    yield judge(
-        "gradients shrink with the size and with the learning rate",
-        _slopes(found),
-        lambda size, lr: size < 0 and lr < 0,
-        note="decades per decade",
-    )
-    yield judge(
-        f"at {M} and learning rate 0.01 updates shrink to r / (r + eps), within 30%",
-        {f"{eps:g}": _shrinkage(found, eps) for eps in EPS[1:]},
-        lambda *x: all(0.7 <= ratio <= 1.3 for ratio in x),
-        note="measured / expected, by eps",
-    )
+    claims: dict[str, Number] = {
+        "gradients": lambda run: run.grad_rms,
+        "gradients of queries, keys and values": lambda run: run.qkv_grad_rms,
+    }
+    for name, value in claims.items():
+        claim = f"{name} shrink with the size and with the learning rate"
+        slopes = _slopes(found, value)
+        yield judge(claim, slopes, lambda size, lr: size < 0 and lr < 0, note="decades per decade")
+    for lr in LRS:
+        yield judge(
+            f"at {M} and learning rate {lr:g} updates shrink to r / (r + eps), within 30%",
+            {f"{eps:g}": _shrinkage(found, eps, lr) for eps in EPS[1:]},
+            lambda *x: all(0.7 <= ratio <= 1.3 for ratio in x),
+            note="measured / expected, by eps",
+        )
     yield judge("an eps above the gradients increases the loss", found.best(LARGEST, SMALLEST), falls)
+    yield from _outputs(found)
 
 
-def _slopes(found: Evidence) -> Values:
-    """Least squares of log r over log size and log learning rate, jointly."""
-    runs = [run for size in SIZES for run in found.runs(DEFAULT, size) if run.params and run.grad_rms > 0]
-    if len({run.params for run in runs}) < 2 or len({run.lr for run in runs}) < 2:
+def _outputs(found: Evidence) -> Checks:
+    slopes = _slopes(found, _output)
+    claim = "outputs of a block grow with the learning rate, and at least twice as fast as with the size"
+    yield judge(claim, slopes, lambda size, lr: lr > 0 and lr >= 2 * abs(size), note="decades per decade")
+    last = {f"block {i}": mean(run.outs[i] for run in _known(found, M)) for i in range(3)}
+    claim = f"at {M} and learning rate {LRS[0]:g} outputs grow from block to block"
+    yield judge(claim, last, lambda *x: list(x) == sorted(x))
+
+
+def _known(found: Evidence, size: str) -> list[Result]:
+    return [run for run in found.runs(DEFAULT, size, LRS[0]) if len(run.outs) > BLOCK + 1]
+
+
+def _output(run: Result) -> float:
+    return run.outs[BLOCK] if len(run.outs) > BLOCK else 0.0
+
+
+def _slopes(found: Evidence, value: Number) -> Values:
+    """Least squares of the logarithm over log size and log learning rate, jointly."""
+    runs = [run for size in SIZES for run in found.runs(DEFAULT, size) if run.params and value(run) > 0]
+    if len({run.params for run in runs}) < len(SIZES) or len({run.lr for run in runs}) < len(LRS):
         return {"size": None, "learning rate": None}
     x = np.array([(log10(run.params or 1), log10(run.lr), 1.0) for run in runs])
-    slopes = np.linalg.lstsq(x, np.array([log10(run.grad_rms) for run in runs]), rcond=None)[0]
+    slopes = np.linalg.lstsq(x, np.array([log10(value(run)) for run in runs]), rcond=None)[0]
     return {"size": known(float(slopes[0])), "learning rate": known(float(slopes[1]))}
 
 
-def _shrinkage(found: Evidence, eps: float) -> float | None:
+def _shrinkage(found: Evidence, eps: float, lr: float) -> float | None:
     """Updates with this eps relative to those with the smallest, divided by the expected ratio."""
-    runs = found.runs(f"eps {eps:g}", M, 0.01)
-    r, update = mean(run.grad_rms for run in runs), mean(run.update_rms for run in runs)
-    full = mean(run.update_rms for run in found.runs(SMALLEST, M, 0.01))
-    return None if not r or not full or update is None else update / full * (r + eps) / r
+    runs = found.runs(f"eps {eps:g}", M, lr)
+    r, delta = mean(run.grad_rms for run in runs), mean(run.delta_rms for run in runs)
+    full = mean(run.delta_rms for run in found.runs(SMALLEST, M, lr))
+    return None if not r or not full or delta is None else delta / full * (r + eps) / r
 
 
-QUESTION = Question("eps", __doc__, ARMS, check, sizes=SIZES, lrs=(3e-3, 1e-2, 3e-2, 1e-1), always=STEADIED)
+def figures(found: Evidence) -> Iterator[Figure]:
+    rows: dict[str, tuple[str, Number, list[str]]] = {
+        "gradients": ("Gradient of the first MLP matrix", lambda run: run.grad_rms, [DEFAULT, LARGEST]),
+        "qkv-gradients": ("Gradient of queries, keys and values", lambda run: run.qkv_grad_rms, [DEFAULT]),
+        "updates": ("Update of the first MLP matrix over the learning rate", lambda run: run.delta_rms, [*ARMS]),
+        "outputs": ("Output of the second block", _output, [DEFAULT]),
+    }
+    for name, (title, value, arms) in rows.items():
+        yield against_size(found, value, arms, SIZES, LRS, name=name, title=title, y="root mean square")
+
+
+QUESTION = Question("eps", __doc__, ARMS, check, sizes=SIZES, lrs=LRS, always=STEADIED, figures=figures)

@@ -1,11 +1,13 @@
 """How large must attention logits be to increase the loss? Figure 10 of Wortsman et al. 2023b.
 
 Queries and keys are rescaled to the size kappa, so that the logits are about as large. For comparison, a model without
-layers shows the contribution of attention and MLPs.
+layers shows the contribution of attention and MLPs. The paper: 1000 hurts, 10,000 is worse than no layers.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 
+from trimtab.analysis.answers import Figure, Line, Panel
 from trimtab.lab.questions.question import Checks, Evidence, Question, S, falls, judge
 from trimtab.lab.sizes import Size
 
@@ -29,4 +31,21 @@ def _rises(*values: float) -> bool:
     return all(b >= (1 - NOISE) * a for a, b in pairwise(values))
 
 
-QUESTION = Question("kappa", __doc__, ARMS, check, sizes=(S, NO_LAYERS), lrs=(3e-3, 1e-2, 3e-2))
+def figures(found: Evidence) -> Iterator[Figure]:
+    losses = found.best(*ARMS, size=S)
+    nothing = found.best(next(iter(ARMS)), size=NO_LAYERS.name)
+    lines = [
+        Line(f"{S}, with kappa", KAPPAS, [*losses.values()]),
+        Line("no layers", KAPPAS, [*nothing.values()] * len(KAPPAS)),
+    ]
+    yield Figure(
+        name="kappa",
+        title="Loss at the best learning rate against the size of the attention logits",
+        x="kappa",
+        y="validation loss",
+        panels=[Panel(S, lines)],
+        log_x=True,
+    )
+
+
+QUESTION = Question("kappa", __doc__, ARMS, check, sizes=(S, NO_LAYERS), lrs=(3e-3, 1e-2, 3e-2), figures=figures)

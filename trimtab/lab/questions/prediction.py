@@ -1,31 +1,108 @@
-"""Can the attention logits of a larger model be predicted? Figure 9 of Wortsman et al. 2023b.
+"""Can the attention logits of a larger model, and its failure, be predicted? Figure 9 of Wortsman et al. 2023b.
 
-One fit per learning rate over the smaller sizes; the largest size is predicted and measured.
+A fit per learning rate over the smaller sizes, a parabola in log-log coordinates from four sizes on, else a line. Three
+sizes are predicted, each from all that are smaller. A failure is predicted where the logit is above the critical value
+of the smaller sizes; in the paper it is 10,000, and a 4.8B model was predicted to fail.
 """
 
-from trimtab.lab.questions.question import Checks, Evidence, L, Question, judge
+from collections.abc import Iterator, Mapping
+from math import log10
+
+import numpy as np
+
+from trimtab.analysis.answers import Figure, Line, Panel
+from trimtab.analysis.findings import Curve, evaluate, geometric_mean, power10
+from trimtab.analysis.fits import polynomial
+from trimtab.analysis.forecasts import critical_of
+from trimtab.lab.questions.question import Checks, Evidence, L, M, Question, judge
 from trimtab.report.sentences import critical_words
 
-SIZES = ("2x16", "2x32", "3x48", "3x64", "3x96", L)
-LRS = (0.01, 0.03, 0.1, 0.3)
+SIZES = ("2x16", "2x32", "3x48", M, "3x96", L)
+PREDICTED = (L, "3x96", M)
+LRS = (0.03, 0.1, 0.3)
+ARM = "plain"
 
 
 def check(found: Evidence) -> Checks:
-    findings = found.findings
-    complete = all(found.runs("plain", size, lr) for size in SIZES for lr in LRS)
-    fits = [fit for fit in findings.fits if (fit.study, fit.signal) == (found.study, "logit_max") and complete]
-    factors = {f"{fit.lr:g}": fit.backtest.factor for fit in fits if fit.backtest is not None}
-    if len(factors) < len(LRS):
-        factors = {}
-    claim = f"the forecast of the largest logit of {L} is within a factor of 3 at every learning rate"
-    yield judge(claim, dict(factors), lambda *x: max(x) <= 3, note="factor by learning rate")
-    critical = findings.critical
+    for size in PREDICTED:
+        claim = f"the forecast of the largest logit of {size} is within a factor of 3 at every learning rate"
+        yield judge(claim, _factors(found, size), lambda *x: max(x) <= 3, note="factor by learning rate")
+    right = _right(found)
+    cells = len(PREDICTED) * len(LRS)
+    claim = f"at least {cells - 1} of {cells} larger models fail, or do not, as predicted from the smaller ones"
+    yield judge(claim, {"right": right}, lambda x: x >= cells - 1)
+    complete = right is not None
+    critical = found.findings.critical
     yield judge(
         "the runs show the logit above which training fails",
-        {"critical logit": critical.value} if factors else {},
+        {"critical logit": critical.value} if complete else {},
         lambda _: critical.measured,
         note=critical_words(critical),
     )
 
 
-QUESTION = Question("prediction", __doc__, {"plain": ()}, check, sizes=SIZES, lrs=LRS)
+def _factors(found: Evidence, size: str) -> Mapping[str, float | None]:
+    """How many times too high or too low."""
+    factors: dict[str, float | None] = {}
+    for lr in LRS:
+        measured, predicted = _logits(found, lr).get(size), _predict(found, size, lr)
+        known = measured is not None and predicted is not None
+        factors[f"{lr:g}"] = max(predicted / measured[1], measured[1] / predicted) if known else None  # type: ignore[operator,index]
+    return factors
+
+
+def _right(found: Evidence) -> float | None:
+    """How many failures and successes are predicted."""
+    curves = {size: found.curve(ARM, size) for size in SIZES}
+    if not all(curves.values()):
+        return None
+    right = 0
+    for size in PREDICTED:
+        smaller = [x for one in SIZES[: SIZES.index(size)] if (x := curves[one]) is not None]
+        critical = critical_of([run for x in smaller for run in found.runs(ARM, x.size)], smaller).value
+        for lr in LRS:
+            logit = _predict(found, size, lr)
+            if logit is None:
+                return None
+            right += (logit > critical) == _fails(curves[size], lr)
+    return float(right)
+
+
+def _fails(curve: Curve | None, lr: float) -> bool:
+    return curve is not None and curve.excess(lr, curve.loss[curve.lrs.index(lr)]) > 1
+
+
+def _predict(found: Evidence, size: str, lr: float) -> float | None:
+    """The logit of a size by the fit over all smaller ones."""
+    logits = _logits(found, lr)
+    smaller = [logits[one] for one in SIZES[: SIZES.index(size)] if one in logits]
+    if size not in logits or len(smaller) < SIZES.index(size):
+        return None
+    fit = polynomial([params for params, _ in smaller], [logit for _, logit in smaller])
+    return power10(evaluate(fit, log10(logits[size][0])))
+
+
+def _logits(found: Evidence, lr: float) -> dict[str, tuple[int, float]]:
+    """Parameters and largest logit early in the run, by size; the geometric mean over seeds."""
+    cells = {size: found.runs(ARM, size, lr) for size in SIZES}
+    means = {size: geometric_mean(run.logit_max for run in runs) for size, runs in cells.items()}
+    return {size: (runs[0].params, means[size]) for size, runs in cells.items() if means[size] > 0 and runs[0].params}
+
+
+def figures(found: Evidence) -> Iterator[Figure]:
+    panels = []
+    for lr in LRS:
+        logits = list(_logits(found, lr).values())
+        measured = Line("measured", [params for params, _ in logits], [logit for _, logit in logits])
+        lines = [measured]
+        if len(logits) == len(SIZES):
+            held = len(SIZES) - 1
+            fit = polynomial([params for params, _ in logits[:held]], [logit for _, logit in logits[:held]])
+            x = np.geomspace(logits[0][0], 3 * logits[-1][0], 40).tolist()
+            lines.append(Line(f"fit without {L}", x, [power10(evaluate(fit, log10(params))) for params in x]))
+        panels.append(Panel(f"learning rate {lr:g}", lines))
+    title = "Largest attention logit early in the run, and its fit"
+    yield Figure(name="fit", title=title, x="parameters", y="logit", panels=panels, log_x=True, log_y=True)
+
+
+QUESTION = Question("prediction", __doc__, {ARM: ()}, check, sizes=SIZES, lrs=LRS, figures=figures)

@@ -1,12 +1,15 @@
-"""Does qk-norm stabilise high learning rates? Figures 1 and 2 of Wortsman et al. 2023b.
+"""Does qk-norm stabilise high learning rates? Figures 1, 2 and E.1 of Wortsman et al. 2023b.
 
-The paper: growing attention logits limit the learning rate, more so in larger models, and qk-norm prevents it.
+The paper: growing attention logits limit the learning rate, more so in larger models, and qk-norm prevents it. The
+logits grow because queries and keys get longer, not because they align. As there, z-loss is on in both arms.
 """
 
-from math import inf, nan
+from collections.abc import Iterator
+from math import inf, isfinite, nan
 
-from trimtab.analysis.answers import Check
+from trimtab.analysis.answers import Check, Figure
 from trimtab.analysis.findings import Points
+from trimtab.lab.questions.figures import logits_over_time, losses_over_time, sensitivity_figure
 from trimtab.lab.questions.question import XS, Checks, Evidence, M, Question, S, growth, judge, mean
 
 ARMS = {"plain": (), "qk-norm": ("qk-norm",)}
@@ -21,6 +24,7 @@ def check(found: Evidence) -> Checks:
     yield _failing(found)
     for lr in HIGH:
         yield from _logits(found, lr)
+    yield from _lengths(found)
 
 
 def _same_below(found: Evidence) -> Check:
@@ -56,6 +60,26 @@ def _logits(found: Evidence, lr: float) -> Checks:
     yield judge(f"{at} it grows before the loss rises", {"steps ahead": mean(leads)}, lambda x: x > 0)
 
 
+def _lengths(found: Evidence) -> Checks:
+    """Growth from the first record to that of the largest logit, in the layer that has it."""
+    runs = [run for run in found.runs("plain", M, HIGH[-1]) if run.lengths and run.logits]
+    lengths, aligned, cosines = [], [], []
+    for run in runs:
+        peak = max(range(len(run.logits)), key=lambda i: run.logits[i][1] if isfinite(run.logits[i][1]) else -inf)
+        at = dict(run.lengths)
+        first, last = run.logits[0], run.logits[peak]
+        if first[1] > 0 and at.get(first[0], 0) > 0 and last[0] in at:
+            lengths.append(at[last[0]] / at[first[0]])
+            aligned.append(last[1] / first[1] / lengths[-1])
+            cosines.append(dict(run.cosines).get(last[0], nan))
+    at_lr = f"at {M} and learning rate {HIGH[-1]:g}, without qk-norm,"
+    claim = f"{at_lr} the lengths of queries and keys, multiplied, grow at least fivefold"
+    yield judge(claim, {"factor": mean(lengths)}, lambda x: x >= 5)
+    note = f"mean cosine of all pairs at the end {mean(cosines) or 0.0:.2g}"
+    claim = f"{at_lr} the logits grow less than twice as much as the lengths: it is not the cosine"
+    yield judge(claim, {"growth of the logits / of the lengths": mean(aligned)}, lambda x: x < 2, note=note)
+
+
 def lead(logits: Points, losses: Points) -> float | None:
     """Steps from the logits at ten times the first to the loss at 5% above its lowest, if both happen."""
     values = [(step, value) for step, value in logits if value > 0]
@@ -70,4 +94,11 @@ def lead(logits: Points, losses: Points) -> float | None:
     return None if grown is None or risen is None else float(risen - grown)
 
 
-QUESTION = Question("qk-norm", __doc__, ARMS, check, sizes=SIZES)
+def figures(found: Evidence) -> Iterator[Figure]:
+    places = [(size, HIGH[-1]) for size in SIZES]
+    yield sensitivity_figure(found, [*ARMS], SIZES)
+    yield losses_over_time(found, places, [*ARMS])
+    yield logits_over_time(found, places, [*ARMS])
+
+
+QUESTION = Question("qk-norm", __doc__, ARMS, check, sizes=SIZES, always=("z-loss",), figures=figures)

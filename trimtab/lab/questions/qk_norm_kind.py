@@ -6,6 +6,7 @@ The paper uses `shared`: each head by itself, one gain for all. Others report be
 from trimtab.lab.questions.question import Checks, Evidence, M, Question, judge
 
 KINDS = ("shared", "per-head", "whole")
+LRS = (0.01, 0.03, 0.1)
 
 
 def check(found: Evidence) -> Checks:
@@ -17,4 +18,4 @@ def check(found: Evidence) -> Checks:
 
 
 ARMS = {kind: (f"qk-norm={kind}", "z-loss") for kind in KINDS}
-QUESTION = Question("qk-norm-kind", __doc__, ARMS, check)
+QUESTION = Question("qk-norm-kind", __doc__, ARMS, check, lrs=LRS)

@@ -1,20 +1,68 @@
-"""Does depth raise the sensitivity faster than width? Figure 7 of Wortsman et al. 2023b."""
+"""Does depth raise the sensitivity faster than width? Figures 7, E.2 and E.3 of Wortsman et al. 2023b.
 
-from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, Values, judge, known
-from trimtab.lab.sizes import LADDERS
+Both begin near 10 thousand parameters and end above 100 thousand. In the paper depth does, and growing both together
+gives the best loss. The grid begins at 0.01: below, small models are too slow in short runs, which is no instability.
+"""
 
-SIZES = (*LADDERS["width"], *(size for size in LADDERS["depth"] if size not in LADDERS["width"]))
+from collections.abc import Iterator
+from math import log10
+
+import numpy as np
+
+from trimtab.analysis.answers import Figure
+from trimtab.lab.questions.figures import sensitivity_figure
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, Values, judge
+
+WIDTHS, DEPTHS, JOINT = ("3x16", "3x32", "3x64"), ("1x32", "3x32", "9x32"), "4x48"
+SIZES = (*WIDTHS, "1x32", "9x32", JOINT)
+ARM = "steadied"
 
 
 def check(found: Evidence) -> Checks:
-    slopes: Values = {"width": None, "depth": None}
-    for slope in found.findings.slopes:
-        ladder = LADDERS.get(slope.along, ())
-        complete = {*ladder} <= {*slope.sizes} and all(found.curve("steadied", size) for size in ladder)
-        if slope.study == found.study and slope.along in slopes and complete:
-            slopes[slope.along] = known(slope.value)
-    claim = "sensitivity grows faster with the depth than with the width"
-    yield judge(claim, slopes, lambda width, depth: depth > width, note="per decade of parameters")
+    ladders = {"width": WIDTHS, "depth": DEPTHS}
+    for part, words in (("sensitivity", "sensitivity"), ("unstable", "its part above the best learning rate")):
+        slopes = {along: _slope(found, sizes, part) for along, sizes in ladders.items()}
+        claim = f"{words} grows faster with the depth than with the width"
+        yield judge(claim, slopes, lambda width, depth: depth > width, note="nats per decade of parameters")
+    rates = {size: found.best_lr(ARM, size) for size in (WIDTHS[-1], DEPTHS[-1])}
+    claim = "the best learning rate of the deepest model is not above that of the widest"
+    yield judge(claim, rates, lambda width, depth: depth <= width)
+    claim = f"{JOINT} has a lower loss than models of as many parameters that grow in one direction only"
+    yield judge(claim, _losses(found), lambda joint, depth, width: joint < min(depth, width))
 
 
-QUESTION = Question("width-depth", __doc__, {"steadied": STEADIED}, check, sizes=SIZES)
+def _slope(found: Evidence, sizes: tuple[str, ...], part: str) -> float | None:
+    curves = [curve for size in sizes if (curve := found.curve(ARM, size)) is not None and curve.params]
+    if len(curves) < len(sizes):
+        return None
+    x = [log10(curve.params or 1) for curve in curves]
+    return float(np.polyfit(x, [getattr(curve, part) for curve in curves], 1)[0])
+
+
+def _losses(found: Evidence) -> Values:
+    """At the best learning rate. 9x32 has exactly as many parameters as 4x48; along the width, between two sizes."""
+    joint, deep, narrow, wide = (found.curve(ARM, size) for size in (JOINT, DEPTHS[-1], *WIDTHS[1:]))
+    width = None
+    if joint and narrow and wide:
+        at, *ends = (log10(curve.params or 1) for curve in (joint, narrow, wide))
+        width = float(np.interp(at, ends, [narrow.best_loss, wide.best_loss]))
+    losses = {size: curve.best_loss if curve else None for size, curve in ((JOINT, joint), (DEPTHS[-1], deep))}
+    return losses | {"width": width}
+
+
+def figures(found: Evidence) -> Iterator[Figure]:
+    for name, sizes in (("width", WIDTHS), ("depth", DEPTHS)):
+        figure = sensitivity_figure(found, [ARM], sizes)
+        title = f"Sensitivity to the learning rate along the {name}"
+        yield Figure(**{**vars(figure), "name": f"sensitivity-{name}", "title": title})
+
+
+QUESTION = Question(
+    "width-depth",
+    __doc__,
+    {ARM: STEADIED},
+    check,
+    sizes=SIZES,
+    lrs=(0.01, 0.03, 0.1, 0.3, 1.0),
+    figures=figures,
+)
