@@ -5,8 +5,8 @@
     exact       share of passages after which the model would write the whole word
     bits        of the last word, mean
 
-As LAMBADA (Paperno et al. 2016), which small models cannot do, made easier by the choice. `trimtab eval RUN --tasks` has
-the tasks of lm-evaluation-harness; this one needs neither the harness nor a file, so that the lab can use it.
+As LAMBADA (Paperno et al. 2016), which small models cannot do, made easier by the choice. `trimtab eval RUN --tasks`
+has the tasks of lm-evaluation-harness; this one needs neither the harness nor a file, so that the lab can use it.
 """
 
 import math

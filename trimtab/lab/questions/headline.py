@@ -1,0 +1,116 @@
+"""Does sequence length warmup reach the baseline's loss with fewer tokens and in less time? Li et al. 2022, abstract:
+GPT-2 with 8 times the batch and 4 times the learning rate needs up to 2.2 times fewer tokens and 3.7 times less time
+for the same or better zero-shot results; GPT-3 125M keeps 99 % of its zero-shot accuracy with 10 times less data.
+
+Here 8x32, full length at each learning rate against a warmup of lengths at the next higher one: tokens and seconds of
+training steps until the final validation loss of the baseline at its best learning rate, median of the seeds; a run
+that does not reach it counts all of its tokens twice. The zero-shot task is the last word of a passage, the right one
+among four (train/last_word.py): the harness of `trimtab eval --tasks` belongs to hosts, which the lab does not import.
+"""
+
+import math
+from collections.abc import Iterable
+from statistics import median
+
+from trimtab.analysis.answers import Figure, Line, Panel, Table
+from trimtab.analysis.one_run import Evaluation
+from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge, mean
+from trimtab.lab.questions.unstable import FIELDS, SIZE
+
+FULL, WARM = "full length", "sequence length"
+ARMS = {FULL: (), WARM: ("seqlen-warmup=0.3",)}
+LRS = (0.01, 0.03, 0.1, 0.3)
+STEPS = 400
+KEPT = 0.99  # of the baseline's accuracy
+
+
+def check(found: Evidence) -> Checks:
+    safe = found.best_lr(FULL, SIZE) if found.curve(WARM, SIZE) else None
+    higher = None if safe is None else next((lr for lr in LRS if lr > safe * 1.01), LRS[-1])
+    cost = {lr: {arm: _cost(found, arm, lr, safe) for arm in ARMS} for lr in (safe, higher)}
+    baseline = cost[safe][FULL]
+    note = "" if safe is None else f"full length at {safe:g}, sequence length at {higher:g}"
+    for part, claim in (("tokens", "with fewer tokens"), ("seconds", "in less time")):
+        values: Values = {FULL: baseline[part], WARM: cost[higher][WARM][part]}
+        yield judge(f"it reaches the loss of the baseline {claim}", values, falls, note=_factor(note, values))
+    values = {FULL: baseline["tokens"], WARM: cost[safe][WARM]["tokens"]}
+    claim = "at the learning rate of the baseline, too, it needs fewer tokens"
+    yield judge(claim, values, falls, note=_factor("", values))
+    words = {FULL: _accuracy(found, FULL, safe), WARM: _accuracy(found, WARM, higher)}
+    claim = f"trained on all tokens it keeps {KEPT:.0%} of the zero-shot accuracy, one word of four"
+    yield judge(claim, words, lambda a, b: b >= KEPT * a, note=note)
+
+
+def _factor(note: str, values: Values) -> str:
+    before, after = values.values()
+    text = f"{before / after:.2f} times fewer" if before and after else ""
+    return "; ".join(filter(None, (note, text)))
+
+
+def _cost(found: Evidence, arm: str, lr: float | None, safe: float | None) -> Values:
+    """Median tokens and seconds until the baseline's final loss."""
+    runs = [] if lr is None else [run for run in found.analyses(arm, SIZE, lr) if run.evaluations]
+    goal = None if safe is None else mean(run.loss for run in found.runs(FULL, SIZE, safe))
+    if goal is None or not runs:
+        return {"tokens": None, "seconds": None}
+    reached: list[Evaluation] = []
+    for run in runs:
+        last = run.evaluations[-1]
+        reached.append(run.reaches(goal) or Evaluation(2 * last.tokens, 2 * last.seconds, last.loss))
+    return {"tokens": median(x.tokens for x in reached), "seconds": median(x.seconds for x in reached)}
+
+
+def _accuracy(found: Evidence, arm: str, lr: float | None) -> float | None:
+    return None if lr is None else mean(x.choice for x in found.last_words(arm, SIZE, lr))
+
+
+def figures(found: Evidence) -> Iterable[Figure]:
+    for part in ("tokens", "seconds"):
+        yield Figure(
+            name=part,
+            title=f"Validation loss against {part}, first seed",
+            x=part,
+            y="validation loss",
+            panels=[
+                Panel(
+                    arm,
+                    [
+                        _line(f"lr {lr:g}", run.evaluations, part)
+                        for lr in LRS
+                        for run in found.analyses(arm, SIZE, lr)[:1]
+                    ],
+                )
+                for arm in ARMS
+            ],
+        )
+
+
+def _line(name: str, points: list[Evaluation], part: str) -> Line:
+    return Line(name, [getattr(x, part) for x in points], [x.loss if math.isfinite(x.loss) else None for x in points])
+
+
+def tables(found: Evidence) -> Iterable[Table]:
+    rows = []
+    for arm in ARMS:
+        for lr in LRS:
+            words = found.last_words(arm, SIZE, lr)
+            numbers = (mean(getattr(x, key) for x in words) for key in ("choice", "exact", "bits"))
+            rows.append((arm, lr, mean(run.score for run in found.runs(arm, SIZE, lr)), *numbers))
+    columns = ("arm", "lr", "validation loss", "last word of four", "last word exact", "bits of the last word")
+    yield Table("Zero-shot: the last word of a passage", columns, rows)
+
+
+QUESTION = Question(
+    "headline",
+    __doc__,
+    ARMS,
+    check,
+    sizes=(SIZE,),
+    lrs=LRS,
+    steps=STEPS,
+    paper="P4",
+    # Often evaluated: the loss is reached between two evaluations.
+    fields=FIELDS | {"schedule.lr.floor": LRS[0] / 15, "eval_every": 16, "eval_batches": 4, "watch.every": 8},
+    figures=figures,
+    tables=tables,
+)

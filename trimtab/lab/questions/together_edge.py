@@ -1,0 +1,38 @@
+"""Do the parts together move the edge of stability? Plain AdamW in float32 against SwitchBack, 8-bit StableAdamW,
+qk-norm, z-loss and sequence length warmup at once; Wortsman et al. 2023b measure it by learning-rate sensitivity.
+
+Here 2x128 on the same tokens over two decades of learning rates; the edge is where the loss rises by a tenth of what
+training gained, between two rates of the grid.
+"""
+
+from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge
+from trimtab.lab.questions.together import ALL, ARMS, FIELDS, PLAIN, SIZE, STEPS
+
+LRS = (0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+def check(found: Evidence) -> Checks:
+    yield judge("all together are less sensitive to the learning rate", found.sensitivity(PLAIN, ALL, size=SIZE), falls)
+    edges: Values = {arm: _edge(found, arm) for arm in (PLAIN, ALL)}
+    claim = f"their edge of stability is at a higher learning rate ({LRS[-1]:g}: at the end of the grid or above)"
+    yield judge(claim, edges, lambda plain, together: together > plain)
+    claim = "their best loss is at most that of plain AdamW"
+    yield judge(claim, found.best(PLAIN, ALL, size=SIZE), lambda plain, together: together <= plain)
+
+
+def _edge(found: Evidence, arm: str) -> float | None:
+    curve = found.curve(arm, SIZE)
+    return None if curve is None else curve.edge if curve.edge is not None else LRS[-1]
+
+
+QUESTION = Question(
+    "together-edge",
+    __doc__,
+    {arm: ARMS[arm] for arm in (PLAIN, ALL)},
+    check,
+    sizes=(SIZE,),
+    lrs=LRS,
+    steps=STEPS,
+    paper="all",
+    fields=FIELDS | {"eval_every": STEPS // 2, "eval_batches": 8},
+)

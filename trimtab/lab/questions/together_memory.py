@@ -1,0 +1,106 @@
+"""How much memory does a training step need with all parts together? The 8-bit state has 2 bytes per parameter in place
+of 8 (Dettmers et al. 2022); SwitchBack-M keeps the inputs of linear layers in 8 bits (Wortsman et al. 2023a).
+
+Here each setting trains a few steps of a GPT of 25M parameters in a process of its own, whose largest resident memory
+the system reports; that of the same process with a model of one layer of width 32 is subtracted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trimtab.analysis.answers import Table
+from trimtab.lab.interventions import apply
+from trimtab.lab.questions.question import Checks, Measurement, Numbers, judge
+from trimtab.lab.questions.together import ALL, ARMS, PLAIN
+from trimtab.lab.sizes import parse_size, scaled
+from trimtab.lab.subjects import study_base
+from trimtab.runs import RunError
+from trimtab.train.config import RunConfig, to_json, with_values
+
+SIZE, TINY, STEPS = "8x512", "1x32", 3
+SETTINGS = {
+    PLAIN: (),
+    "8-bit state": ("8-bit",),
+    "SwitchBack": ("switchback",),
+    "SwitchBack-M": ("switchback-m",),
+    ALL: tuple(switch for switch in ARMS[ALL] if not switch.startswith("seqlen")),
+    "all, with SwitchBack-M": tuple("switchback-m" if x == "switchback" else x for x in ARMS[ALL] if x[:6] != "seqlen"),
+}
+MIB = 2**20
+# The child trains and says nothing: its memory is read by its parent, from the system.
+CHILD = """
+import io, json, sys
+from pathlib import Path
+from rich.console import Console
+from trimtab.train import train
+from trimtab.train.config import from_json
+train(from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), console=Console(file=io.StringIO()))
+"""
+
+
+def base(size: str) -> RunConfig:
+    own = {"model.context": 128, "batch": 8, "watch.every": 0, "eval_batches": 1, "eval_every": STEPS, "threads": 2}
+    return scaled(with_values(study_base("gpt-lab", STEPS), own), parse_size(size))
+
+
+def measure(folder: Path, *, size: str = SIZE, settings: Sequence[str] = tuple(SETTINGS)) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    empty = peak_memory(base(TINY))
+    rows = []
+    for name in settings:
+        config = base(size)
+        for switch in SETTINGS[name]:
+            config = apply(config, switch)
+        rows.append({"name": name, "mib": (peak_memory(config) - empty) / MIB})
+    return {"rows": rows}
+
+
+def peak_memory(config: RunConfig) -> int:
+    """The largest resident memory of a process that trains this run, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(to_json(config)), encoding="utf-8")
+        command = [sys.executable, "-c", CHILD, str(path), str(Path(folder) / "run")]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise RunError(f"a process that was measured ended with code {child.returncode}")
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return int(usage.ru_maxrss) * unit
+
+
+def check(numbers: Numbers) -> Checks:
+    found = {row["name"]: row["mib"] for row in numbers["rows"]}
+    claim = "all together need less memory than plain AdamW (MiB above an empty run)"
+    yield judge(claim, {name: found.get(name) for name in (PLAIN, ALL)}, lambda plain, together: together < plain)
+    claim = "8-bit state alone saves memory"
+    yield judge(claim, {name: found.get(name) for name in (PLAIN, "8-bit state")}, lambda plain, state: state < plain)
+    best = "all, with SwitchBack-M"
+    claim = "with SwitchBack-M they need less still"
+    yield judge(claim, {name: found.get(name) for name in (ALL, best)}, lambda together, saved: saved < together)
+
+
+def tables(numbers: Numbers) -> Iterable[Table]:
+    rows = [(row["name"], round(row["mib"])) for row in numbers["rows"]]
+    yield Table("Peak memory of training", ("setting", "MiB above an empty run"), rows)
+
+
+QUESTION = Measurement(
+    "together-memory",
+    __doc__,
+    measure,
+    check,
+    minutes=2.0,
+    paper="all",
+    design=f"{SIZE}, 8 rows of 128 tokens, {STEPS} steps in a new process for each setting, 2 threads.",
+    tables=tables,
+)
+SMALLEST = partial(measure, size="1x64", settings=(PLAIN, ALL))  # for a test

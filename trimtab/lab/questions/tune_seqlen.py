@@ -1,0 +1,110 @@
+"""Does the cheap search find a sequence length warmup as good as a grid does? Li et al. 2022, section 4: trials of the
+first steps only, stopped by the fluctuation of the validation perplexity, at a fraction of the cost of one run.
+
+Here 8x32 at learning rate 0.3, runs of 1.0 million tokens, at most 500 steps, learning-rate warmup of 20: the tuner's
+start and duration against a grid of two starts and two durations, the means of three seeds.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from trimtab.analysis.answers import Table
+from trimtab.analysis.findings import Result
+from trimtab.analysis.results import read_result
+from trimtab.lab.questions.question import Checks, Measurement, Numbers, at_most, judge
+from trimtab.lab.questions.runs import train_all
+from trimtab.lab.questions.unstable import FIELDS, SIZE, STEEP
+from trimtab.lab.sizes import parse_size, scaled
+from trimtab.lab.subjects import study_base
+from trimtab.lab.tune_seqlen import Tuning, tune_seqlen
+from trimtab.train.config import RunConfig, with_values
+
+STEPS, WARMUP, LONGER = 250, 20, 2  # at most LONGER times the steps at full length
+STARTS, DURATIONS = (8, 32), (75, 225)
+SEEDS = (0, 1, 2)
+SHARE, WORSE = 0.25, 1.01  # largest cost of the search in tokens of one run; loss over the grid's best
+
+
+def base(steps: int = STEPS) -> RunConfig:
+    """Full length, ended by its tokens: a warmup has more steps."""
+    own = {"optim.lr": STEEP, "schedule.lr.warmup": WARMUP, "watch.every": 0, "schedule.lr.decay_unit": "tokens"}
+    config = scaled(with_values(study_base("gpt-lab", steps), FIELDS | own), parse_size(SIZE))
+    return replace(config, tokens=steps * config.batch * config.model.context, steps=LONGER * steps)
+
+
+def measure(
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    durations: Sequence[int] = DURATIONS,
+    seeds: Sequence[int] = SEEDS,
+) -> dict[str, Any]:
+    config = base(steps)
+    tuning = tune_seqlen(config, folder / "tuning", recipe="gpt-lab")
+    pairs = {f"grid {start}, {duration}": (start, duration) for start in STARTS for duration in durations}
+    if tuning.start is not None and tuning.steps is not None:
+        pairs["tuner"] = (tuning.start, tuning.steps)
+    warmups = {name: _with_warmup(config, *pair) for name, pair in {"none": (None, 1), **pairs}.items()}
+    runs = {
+        f"{name.replace(', ', '-').replace(' ', '-')}-seed-{seed}": replace(warm, seed=seed)
+        for name, warm in warmups.items()
+        for seed in seeds
+    }
+    results = [_read(path) for path in train_all(runs, folder / "runs").values()]
+    rows: list[dict[str, Any]] = []
+    for i, name in enumerate(warmups):
+        mine = results[i * len(seeds) : (i + 1) * len(seeds)]
+        start, duration = pairs.get(name, (None, None))
+        loss, seconds = fmean(run.score for run in mine), fmean(run.seconds for run in mine)
+        rows.append({"name": name, "start": start, "steps": duration, "loss": loss, "seconds": seconds})
+    return {"rows": rows, "search": _search(tuning)}
+
+
+def _with_warmup(config: RunConfig, start: int | None, steps: int) -> RunConfig:
+    seqlen = replace(config.schedule.seqlen, start=start, steps=steps)
+    return replace(config, schedule=replace(config.schedule, seqlen=seqlen))
+
+
+def _read(folder: Path) -> Result:
+    return read_result(Result(folder=folder, name=folder.name, study="", arm=""))
+
+
+def _search(tuning: Tuning) -> dict[str, Any]:
+    budget = tuning.budget
+    return {"trials": budget.trials, "share": budget.share, "seconds": budget.seconds, "start": tuning.start}
+
+
+def check(numbers: Numbers) -> Checks:
+    found: Mapping[str, float] = {row["name"]: row["loss"] for row in numbers["rows"]}
+    best = min((loss for name, loss in found.items() if name.startswith("grid")), default=None)
+    claim = "the loss with the tuner's choice is at most 1% above the best of the grid"
+    yield judge(claim, {"best of the grid": best, "tuner": found.get("tuner")}, at_most(WORSE))
+    yield judge(
+        f"the search costs less than {SHARE:.0%} of the tokens of one run", _share(numbers), lambda x: x < SHARE
+    )
+
+
+def _share(numbers: Numbers) -> dict[str, float | None]:
+    return {"share": numbers["search"]["share"]}
+
+
+def tables(numbers: Numbers) -> Iterable[Table]:
+    rows = [(row["name"], row["start"], row["steps"], row["loss"], row["seconds"]) for row in numbers["rows"]]
+    yield Table("Start and duration of the warmup", ("", "start", "steps", "validation loss", "seconds"), rows)
+
+
+QUESTION = Measurement(
+    "tune-seqlen",
+    __doc__,
+    measure,
+    check,
+    minutes=6.0,
+    paper="P4",
+    design=f"{SIZE} at learning rate {STEEP:g}; trials of {3 * WARMUP} steps, then {len(SEEDS)} seeds of each warmup.",
+    tables=tables,
+)
+SMALLEST = partial(measure, steps=40, durations=(20,), seeds=(0,))  # for a test
