@@ -69,7 +69,7 @@ def _line(found: Evidence, method: str, name: str) -> Line:
     x, y, least, most = [], [], [], []
     for value, setting, lr in places:
         curve = found.curve(f"{method}, {setting}", SIZE)
-        if curve is not None:
+        if curve is not None and lr in curve.lrs:
             at = curve.lrs.index(lr)
             x.append(value)
             y.append(curve.loss[at])
