@@ -119,12 +119,12 @@ def tables(found: Numbers) -> Iterable[Table]:
     columns = ("width", *QUANTIZATION, *PRODUCTS, "X W fused", "G W fused", "X W float", "G W float")
     shown = [(str(row["width"]), *(row["ms"][name] for name in columns[1:])) for row in rows]
     yield Table(f"Median milliseconds, {TOKENS} tokens; {machine}", columns, shown)
-    columns = ("share forward", "share backward", "share", "product", "fused", "switchback ms", "float ms", "saved")
+    keys = ("share forward", "share backward", "share", "product", "fused", "switchback ms", "float ms", "saved")
     titles = (
         *("width", "quantization, forward", "backward", "both", "float / int8 product", "fused / separate"),
         *("SwitchBack ms", "float ms", "time saved"),
     )
-    yield Table("Shares and totals", titles, [(str(row["width"]), *(row[name] for name in columns)) for row in rows])
+    yield Table("Shares and totals", titles, [(str(row["width"]), *(row[name] for name in keys)) for row in rows])
 
 
 def figures(found: Numbers) -> Iterable[Figure]:

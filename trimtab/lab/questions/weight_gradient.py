@@ -73,7 +73,7 @@ def product_errors(x: Tensor, g: Tensor, w: Tensor) -> dict[str, float]:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 def _measure_noise(inner: int) -> dict[str, float]:
@@ -112,7 +112,7 @@ def _measure_trained(folder: Path) -> Iterator[dict[str, Any]]:
 def log_spread(rows: Tensor) -> float:
     """Deviation of the log of the rows' lengths; rows of zeros do not count."""
     lengths = rows.double().norm(dim=1)
-    return lengths[lengths > 0].log().std().item()
+    return float(lengths[lengths > 0].log().std())
 
 
 def _keep_input(seen: dict[str, Tensor]) -> Any:

@@ -1,0 +1,115 @@
+"""Does StableAdamW prevent spikes better than gradient clipping or a lower beta2? Wortsman et al. 2023a, section 3.
+
+The paper, CLIP ViT-Huge at beta2 0.99: AdamW collapses; a lower beta2 and gradient clipping at 1 prevent spikes;
+StableAdamW, whose step is shorter while the second moment is stale, has none and the best accuracy. Staleness is
+RMS_t, highest in the patch embedding. Here a CLIP on drawn shapes, at two learning rates, without a decay of the
+learning rate, as in the question about spikes.
+"""
+
+from collections.abc import Callable, Iterable
+from statistics import fmean
+
+import numpy as np
+
+from trimtab.analysis.answers import Figure, Panel, Table
+from trimtab.analysis.one_run import losses_of, rms_of
+from trimtab.analysis.spike_counts import RULES, large_spikes
+from trimtab.lab.questions.clip_int8 import accuracy_table, at_best
+from trimtab.lab.questions.question import Checks, Evidence, Question, S, Values, falls, judge, mean
+from trimtab.lab.questions.rms_spikes import PATCHES, line
+from trimtab.lab.questions.spikes import STEPS, UNSTEADY, describe
+from trimtab.runs.reader import Floats, Ints, Run
+
+Series = Callable[[Run], tuple[Ints, Floats]]
+
+ARMS = {
+    "AdamW": ("beta2=0.99",),
+    "AdamW, clipping": ("beta2=0.99", "clip=1"),
+    "AdamW, beta2 0.9": ("beta2=0.9",),
+    "StableAdamW": ("beta2=0.99", "stable-adamw"),
+}
+PLAIN, CLIPPING, LOWER, STABLE = ARMS
+LRS = (3e-3, 1e-2)
+HIGH = LRS[-1]
+TAIL = 100  # last steps whose loss is compared: a single one may be in a spike
+
+
+def check(found: Evidence) -> Checks:
+    spikes = {arm: spikes_at(found, arm) for arm in (PLAIN, STABLE)}
+    note = f"large spikes per run, learning rate {HIGH:g}"
+    yield judge("StableAdamW has fewer large spikes than AdamW", spikes, falls, note=note)
+    late = {arm: late_loss(found, arm) for arm in ARMS}
+    note = f"training loss of the last {TAIL} steps, learning rate {HIGH:g}"
+    for arm in (PLAIN, CLIPPING, LOWER):
+        values = {name: late[name] for name in (arm, STABLE)}
+        yield judge(f"its loss is lower than that of {arm}", values, falls, note=note)
+    accuracies: Values = {arm: fmean(x.top1 for x in runs) if (runs := at_best(found, arm)) else None for arm in ARMS}
+    claim = "its zero-shot accuracy is not below that of the others, at their best learning rates"
+    yield judge(claim, accuracies, lambda *values: values[-1] >= max(values[:-1]))
+    stale = {arm: highest_rms(found, arm) for arm in (PLAIN, LOWER)}
+    claim = "RMS_t of the patch embedding is above 2.3 with beta2 0.99 and lower with 0.9"
+    yield judge(claim, stale, lambda a, b: a >= RULES.rms and b < a, note="highest after the first steps, mean of runs")
+
+
+def spikes_at(found: Evidence, arm: str, lr: float = HIGH) -> float | None:
+    return mean(float(len(large_spikes(run, RULES))) for run in found.logs(arm, S, lr))
+
+
+def late_loss(found: Evidence, arm: str, lr: float = HIGH) -> float | None:
+    """Median of the last steps, mean over seeds."""
+    return mean(float(np.median(losses_of(run)[1][-TAIL:])) for run in found.logs(arm, S, lr))
+
+
+def highest_rms(found: Evidence, arm: str, lr: float = HIGH) -> float | None:
+    return mean(_highest(run) for run in found.logs(arm, S, lr))
+
+
+def _highest(run: Run) -> float:
+    steps, by_tensor = rms_of(run)
+    late = by_tensor[PATCHES][steps > RULES.ignore] if PATCHES in by_tensor else np.empty(0)
+    return float(np.nanmax(late)) if len(late) else float("nan")
+
+
+def tables(found: Evidence) -> Iterable[Table]:
+    rows = []
+    for lr in LRS:
+        for arm in ARMS:
+            if runs := found.logs(arm, S, lr):
+                told = (*describe(runs), late_loss(found, arm, lr), highest_rms(found, arm, lr))
+                rows.append((f"{lr:g}", arm, *told))
+    columns = ("learning rate", "arm", "large spikes per run", "loss spikes per run", "highest loss ratio")
+    yield Table("Spikes, means over seeds", (*columns, "late loss", "highest RMS_t, patch embedding"), rows)
+    yield accuracy_table(found, ARMS)
+
+
+def figures(found: Evidence) -> Iterable[Figure]:
+    yield _figure(found, "losses", "Training loss of one seed", "training loss", losses_of)
+    title = "RMS_t of the patch embedding, one seed"
+    yield _figure(found, "rms", title, "RMS_t", lambda run: (rms_of(run)[0], rms_of(run)[1][PATCHES]))
+
+
+def _figure(found: Evidence, name: str, title: str, y: str, series: Series) -> Figure:
+    panels = []
+    for lr in LRS:
+        runs = {arm: logs[0] for arm in ARMS if (logs := found.logs(arm, S, lr))}
+        panels.append(
+            Panel(f"learning rate {lr:g}", [line(arm, *series(run), (0, STEPS)) for arm, run in runs.items()])
+        )
+    return Figure(name=name, title=title, x="step", y=y, panels=panels, log_y=True)
+
+
+QUESTION = Question(
+    "stable-adamw",
+    __doc__,
+    ARMS,
+    check,
+    sizes=(S,),
+    lrs=LRS,
+    seeds=4,
+    steps=STEPS,
+    paper="P1",
+    subject="clip-lab",
+    fields=UNSTEADY,
+    figures=figures,
+    tables=tables,
+)
