@@ -3,7 +3,7 @@
 The paper, ViT-Huge on LAION: SwitchBack is within 0.1 points of bfloat16 in zero-shot accuracy, LLM.int8 5.9 below.
 Here a CLIP of 57k parameters on drawn shapes: it names pictures of four concepts that it never saw, such as "green
 diamond", from prompts with every size and place. There are 40 such pictures, so one is 2.5 points of a run and half a
-point of the mean over seeds.
+point of the mean over seeds. The learning rates are the best two of three that were tried with seed 100 in float.
 """
 
 from collections.abc import Iterable, Sequence
