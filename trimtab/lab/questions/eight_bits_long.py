@@ -6,6 +6,7 @@ second moment is rounded more often before it is forgotten. Runs of a seed see t
 on the same text at the same steps.
 """
 
+import math
 from collections.abc import Iterator
 from statistics import fmean
 
@@ -35,8 +36,8 @@ def _largest(found: Evidence, method: str, beta: str) -> float | None:
     """The largest relative difference of the mean losses, from the first evaluation on; infinite if a run stopped."""
     if any(found.curve(f"{name}, {beta}", SIZE) is None for name in (method, "32 bits")):
         return None
-    if any(run.steps < STEPS for run in found.runs(f"{method}, {beta}", SIZE)):
-        return float("inf")
+    if not all(math.isfinite(run.loss) for run in found.runs(f"{method}, {beta}", SIZE)):
+        return math.inf
     return max((x for _, x in _differences(found, method, beta)), default=None)
 
 
