@@ -45,7 +45,41 @@ def test_a_result_has_the_numbers_of_its_files(tmp_path: Path) -> None:
     assert result.logit_step == SNAPSHOT[1] * 100
     assert result.grad_rms == pytest.approx(1e-4)
     assert (result.out_rms, result.logz[-1], len(result.logits)) == (2.5, (100, 6.0), 50)
+    assert (result.outs, result.lengths[-1], result.cosines[-1]) == ((1.5, 2.5), (100, 16.0), (100, 0.1))
     assert not result.bounded
+
+
+def test_updates_without_decay_are_in_units_of_the_learning_rate(tmp_path: Path) -> None:
+    config = SMALL.cells()[1].config
+    lr, weight = config.optim.lr, 0.2  # the size of the weights in the planted runs
+    for number, (independent, share) in enumerate(((True, 0.3), (False, 0.3 / lr))):  # 0.3 of the weights per step
+        optim = replace(config.optim, independent_decay=independent, weight_decay=share)
+        result = read([write_run(tmp_path / str(number), replace(config, optim=optim))]).results[0]
+        assert result.delta_rms == pytest.approx(math.sqrt(lr**2 - (0.3 * weight) ** 2) / lr)
+
+
+def test_the_first_matrix_of_a_block_is_that_of_the_model_and_not_of_the_alphabet(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", SMALL.cells()[1].config)
+    lines = [json.loads(line) for line in (folder / "signals.jsonl").read_text().splitlines()]
+    for line in lines:
+        parts = ("attention.qkv", "mlp.up", "mlp.down")
+        names = [f"blocks.{block}.{part}.weight" for block in (10, 2) for part in parts]
+        line["tensors"] = {name: {"grad_rms": float(i)} for i, name in enumerate(names, start=1)}
+    (folder / "signals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "result.json").unlink()  # it has the checksum of the signals
+    result = read([folder]).results[0]
+    assert (result.qkv_grad_rms, result.grad_rms) == (4.0, 5.0)
+
+
+def test_lengths_are_those_of_the_layer_with_the_largest_logit(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", SMALL.cells()[1].config, logit=8.0)
+    lines = [json.loads(line) for line in (folder / "signals.jsonl").read_text().splitlines()]
+    for line in lines[25:]:
+        line["layers"]["transformer.blocks.1.attention"] |= {"logit_max": 9.0, "q_norm": 6.0, "cosine": -0.2}
+    (folder / "signals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = read([folder]).results[0]
+    assert [value for _, value in result.lengths] == [16.0] * 25 + [24.0] * 25
+    assert [value for _, value in result.cosines] == [0.1] * 25 + [-0.2] * 25
 
 
 def test_the_snapshot_is_the_mean_of_early_records(tmp_path: Path) -> None:

@@ -68,11 +68,16 @@ class Result:
     logit_step: int | None = None  # the last step that it includes
     logit_ends: tuple[float, float] = (math.nan, math.nan)  # the first and the last value that it includes
     logits: Points = ()  # largest of all layers, over the run
+    lengths: Points = ()  # mean length of a query times that of a key, of the layer with the largest logit
+    cosines: Points = ()  # mean cosine of queries and keys, of the same layer
     logz: Points = ()  # log of the softmax's denominator, over the run
     logz_drift: float = math.nan  # its largest distance from the first value
     grad_rms: float = math.nan  # of the first MLP matrix, mean of the last records; compared with Adam's eps
     update_rms: float = math.nan  # of the same matrix
+    delta_rms: float = math.nan  # of the same updates without weight decay, divided by the learning rate
+    qkv_grad_rms: float = math.nan  # of the first matrix of queries, keys and values
     out_rms: float = math.nan  # of the last block
+    outs: tuple[float, ...] = ()  # of every block
     eps: float = math.nan  # of the optimizer; NaN if it has none
     bounded: bool = False  # qk-norm or kappa bounds the attention logits, so they do not predict a failure
     spikes: Points = ()  # of the training loss: where each begins, and its peak (infinite if not finite)

@@ -26,12 +26,12 @@ from trimtab.analysis.spikes import find_peak, loss_spans
 from trimtab.analysis.thresholds import ABSURD_LOSS
 from trimtab.runs import End, EventKind, Run, RunError, RunFolder, SavedConfig, read_run
 from trimtab.runs.reader import Floats
-from trimtab.runs.records import TensorSignal, number, whole
+from trimtab.runs.records import LayerSignal, TensorSignal, number, whole
 
 SNAPSHOT = (0.03, 0.08)
 TAIL = 0.1
 MOST_POINTS = 400  # of a training curve
-_SIGNALS: tuple[TensorSignal, ...] = ("grad_rms", "update_rms")
+_SIGNALS: tuple[TensorSignal, ...] = ("grad_rms", "update_rms", "param_rms")
 _NO_EPS = ("lion", "sgd", "adafactor")  # optimizers without eps
 
 
@@ -57,7 +57,7 @@ def read_result(empty: Result) -> Result:
         return _unreadable(planned, str(error.strerror))
     except OverflowError as error:
         return _unreadable(planned, f"a number is out of range: {error}")
-    return _add_result(_add_log(planned, run), run)
+    return _add_result(_add_log(planned, run, config), run)
 
 
 def _unreadable(result: Result, why: str) -> Result:
@@ -87,7 +87,7 @@ def _from_config(empty: Result, saved: SavedConfig) -> Result:
     )
 
 
-def _add_log(planned: Result, run: Run) -> Result:
+def _add_log(planned: Result, run: Run, saved: SavedConfig) -> Result:
     evaluations, logits = _evaluations(run), _logits(run)
     steps, losses = losses_of(run)
     taken = int(steps[-1]) if len(steps) else 0
@@ -95,9 +95,9 @@ def _add_log(planned: Result, run: Run) -> Result:
     spans = loss_spans(steps, losses, rules)
     peaks = [find_peak(steps, losses, span, rules) for span in spans]
     snapshot = _snapshot(logits, planned.planned or taken)
-    mlp = [name for name in run.signals.tensors("grad_rms") if "mlp" in name and name.endswith("weight")]
-    first_mlp = min(mlp, key=_natural, default=None)  # the matrix that the paper measures
+    first_mlp = _first(run, "mlp")  # the matrix that the paper measures
     outputs = run.signals.layers("out_rms")
+    outs = tuple(_mean_of_tail(run, outputs[name]) for name in sorted(outputs, key=_natural))
     return replace(
         planned,
         steps=taken,
@@ -108,6 +108,8 @@ def _add_log(planned: Result, run: Run) -> Result:
         best=min((loss for _, loss in evaluations if math.isfinite(loss)), default=math.nan),
         losses=_thin(steps, losses, [*(span[0] for span in spans), *(peak[0] for peak in peaks)]),
         logits=logits,
+        lengths=_of_largest(run, "q_norm", "k_norm"),
+        cosines=_of_largest(run, "cosine"),
         logit_max=geometric_mean(value for _, value in snapshot),
         logit_step=snapshot[-1][0] if snapshot else None,
         logit_ends=(snapshot[0][1], snapshot[-1][1]) if snapshot else (math.nan, math.nan),
@@ -115,7 +117,10 @@ def _add_log(planned: Result, run: Run) -> Result:
         logz_drift=max((abs(value - logz[0][1]) for _, value in logz), default=math.nan),
         grad_rms=_tail(run, "grad_rms", first_mlp),
         update_rms=_tail(run, "update_rms", first_mlp),
-        out_rms=_mean_of_tail(run, outputs[max(outputs, key=_natural)]) if outputs else math.nan,
+        delta_rms=_delta(run, first_mlp, saved),
+        qkv_grad_rms=_tail(run, "grad_rms", name) if (name := _first(run, "attention.qkv")) else math.nan,
+        out_rms=outs[-1] if outs else math.nan,
+        outs=outs,
         spikes=tuple((span[0], _infinite(peak[1])) for span, peak in zip(spans, peaks, strict=True)),
         loss_ratio=loss_ratios(losses).highest if len(losses) else math.nan,
         alarms=len(run.of_kind(EventKind.ALARM)),
@@ -158,6 +163,40 @@ def _logits(run: Run) -> Points:
     """(step, largest attention logit of all layers); steps at which a layer is not finite are left out."""
     columns = [column for column in run.signals.layers("logit_max").values() if np.isfinite(column).any()]
     return _points(run, np.max(columns, axis=0)) if columns else ()
+
+
+def _of_largest(run: Run, *signals: LayerSignal) -> Points:
+    """(step, product of these signals) of the layer whose logit is the largest at that step."""
+    logits = run.signals.layers("logit_max")
+    names = [name for name, column in logits.items() if np.isfinite(column).any()]
+    if not names or any(name not in run.signals.layers(signal) for signal in signals for name in names):
+        return ()
+    place = np.nan_to_num(np.array([logits[name] for name in names]), nan=-np.inf).argmax(axis=0)
+    product = np.ones(len(place))
+    for signal in signals:
+        columns = run.signals.layers(signal)
+        product = product * np.array([columns[name] for name in names])[place, np.arange(len(place))]
+    return _points(run, product)
+
+
+def _delta(run: Run, name: str | None, saved: SavedConfig) -> float:
+    """RMS of the updates in units of the learning rate. Decay is subtracted as if it were at right angles to them."""
+    config, columns = saved.values, [run.signals.tensors(signal) for signal in ("update_rms", "param_rms")]
+    if name is None or any(name not in column for column in columns):
+        return math.nan
+    update, param = (column[name] for column in columns)
+    lr_at = dict(zip(run.log.steps.tolist(), run.log.column("lr").tolist(), strict=True))
+    lr = np.array([lr_at.get(step, math.nan) for step in run.signals.steps.tolist()])
+    peak = number(config.get("optim.lr")) if config.get("optim.independent_decay") else 1.0
+    decay = number(config.get("optim.weight_decay")) * lr / peak * param
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return _mean_of_tail(run, np.sqrt(np.maximum(update**2 - decay**2, 0)) / lr)
+
+
+def _first(run: Run, part: str) -> str | None:
+    """The first matrix of the first block whose name has this part; in the order of the model within the block."""
+    names = [name for name in run.signals.tensors("grad_rms") if part in name and name.endswith("weight")]
+    return min(names, key=lambda name: _natural(name.partition(part)[0]), default=None)
 
 
 def _snapshot(logits: Points, steps: int) -> Points:
