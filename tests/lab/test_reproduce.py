@@ -1,6 +1,7 @@
 """`trimtab reproduce`: a study, its answer, its page; continued after a stop; nothing is asked twice."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -19,11 +20,13 @@ from trimtab.analysis.answers import (
     thin,
 )
 from trimtab.lab import reproduce as module
+from trimtab.lab.executors.worker import run_cell
+from trimtab.lab.questions import QUESTIONS
 from trimtab.lab.questions.question import Measurement, Question, judge
 from trimtab.lab.reproduce import answer_from, reproduce
 from trimtab.report.results import write_results
 from trimtab.report.svg import draw
-from trimtab.runs import RunError
+from trimtab.runs import RunError, replace_json
 
 
 def check(found):
@@ -141,3 +144,38 @@ def test_a_damaged_answer_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(data))
     with pytest.raises(RunError, match="checksum"):
         read_answer(tmp_path / "x.json")
+
+
+STUDIES = ["dilemma", "length", "seqlen-warmup", "pacing", "headline", "together", "together-edge"]
+# What makes a measurement small: arguments of its function.
+MEASURED = {
+    "resume": {"steps": 40, "warmup": 40},
+    "tune-seqlen": {"steps": 40, "durations": (20,), "seeds": (0,)},
+    "together-memory": {"size": "1x64", "settings": ("plain", "all")},
+}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_smallest_setting_of_every_study_gives_an_answer(name, tmp_path):
+    """Few steps and rows of a narrow model, one seed: every check has an outcome, and figures and tables are drawn."""
+    asked = QUESTIONS[name]
+    small = {"batch": 16, "eval_batches": 1} if "batch" in asked.fields else {"eval_batches": 1}
+    steps = 100 if name == "pacing" else 20  # its two stages change at step 75
+    asked = replace(asked, steps=steps, seeds=1, fields=asked.fields | small)
+    study = asked.study()
+    narrow = replace(study, sizes=tuple(replace(size, depth=1, width=32, heads=2) for size in study.sizes))
+    for cell in narrow.cells():
+        run_cell(tmp_path / cell.folder, cell.config)
+    replace_json(tmp_path / "study.json", narrow.to_json())
+    answer = answer_from(asked, tmp_path)
+    assert [check for check in answer.checks if check.passed is None] == []
+    assert all(draw(figure).startswith("<svg") for figure in answer.figures)
+    assert all(table.rows for table in answer.tables)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_smallest_setting_of_every_measurement_gives_an_answer(name, tmp_path):
+    asked = QUESTIONS[name]
+    numbers = json.loads(json.dumps(asked.measure(tmp_path, **MEASURED[name])))
+    assert asked.answer(numbers)[0].passed is not None
+    assert all(table.rows for table in asked.tables(numbers))

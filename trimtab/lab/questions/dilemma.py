@@ -15,6 +15,7 @@ from trimtab.analysis.answers import Cell, Figure, Line, Panel, Table
 from trimtab.analysis.one_run import VARIANCE, Analysis
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, judge
 from trimtab.lab.questions.unstable import (
+    ALWAYS,
     FIELDS,
     SIZE,
     STEPS,
@@ -120,6 +121,7 @@ QUESTION = Question(
     lrs=LRS,
     steps=STEPS,
     paper="P4",
+    always=ALWAYS,
     fields=FIELDS | {"schedule.lr.floor": LRS[0] / 15},
     figures=figures,
     tables=tables,

@@ -15,7 +15,7 @@ from statistics import median
 from trimtab.analysis.answers import Figure, Line, Panel, Table
 from trimtab.analysis.one_run import Evaluation
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge, mean
-from trimtab.lab.questions.unstable import FIELDS, SIZE
+from trimtab.lab.questions.unstable import ALWAYS, FIELDS, SIZE
 
 FULL, WARM = "full length", "sequence length"
 ARMS = {FULL: (), WARM: ("seqlen-warmup=0.3",)}
@@ -109,6 +109,7 @@ QUESTION = Question(
     lrs=LRS,
     steps=STEPS,
     paper="P4",
+    always=ALWAYS,
     # Often evaluated: the loss is reached between two evaluations.
     fields=FIELDS | {"schedule.lr.floor": LRS[0] / 15, "eval_every": 16, "eval_batches": 4, "watch.every": 8},
     figures=figures,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from trimtab.analysis.answers import Table
 from trimtab.lab.questions.question import Checks, Evidence, Question, judge
-from trimtab.lab.questions.unstable import FIELDS, LR, SIZE, STEPS, above_noise, average, ratio_table, unstable
+from trimtab.lab.questions.unstable import ALWAYS, FIELDS, LR, SIZE, STEPS, above_noise, average, ratio_table, unstable
 
 ARMS = {f"length {n}": (f"length={n}",) for n in (8, 16, 32)} | {"length 64": ()}
 
@@ -32,5 +32,15 @@ def tables(found: Evidence) -> Iterable[Table]:
 
 
 QUESTION = Question(
-    "length", __doc__, ARMS, check, sizes=(SIZE,), lrs=(LR,), steps=STEPS, paper="P4", fields=FIELDS, tables=tables
+    "length",
+    __doc__,
+    ARMS,
+    check,
+    sizes=(SIZE,),
+    lrs=(LR,),
+    steps=STEPS,
+    paper="P4",
+    always=ALWAYS,
+    fields=FIELDS,
+    tables=tables,
 )

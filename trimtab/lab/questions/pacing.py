@@ -13,7 +13,18 @@ import numpy as np
 from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.one_run import Analysis
 from trimtab.lab.questions.question import Checks, Evidence, Question, at_most, judge, within
-from trimtab.lab.questions.unstable import FIELDS, LIMIT, MOST, SIZE, STEEP, STEPS, average, ratio_line, ratio_table
+from trimtab.lab.questions.unstable import (
+    ALWAYS,
+    FIELDS,
+    LIMIT,
+    MOST,
+    SIZE,
+    STEEP,
+    STEPS,
+    average,
+    ratio_line,
+    ratio_table,
+)
 
 KINDS = ("linear", "root", "two-stage", "discrete", "mixed")
 ARMS = {kind: (f"seqlen-warmup=0.3:{kind}",) for kind in KINDS}
@@ -26,7 +37,7 @@ def check(found: Evidence) -> Checks:
     yield judge(
         "linear and root differ by at most 2%", {kind: losses[kind] for kind in ("linear", "root")}, within(0.02)
     )
-    jumps = {kind: average(found, kind, jump) for kind in ("linear", "two-stage")}
+    jumps = {kind: average(found, kind, jump, STEEP) for kind in ("linear", "two-stage")}
     claim = f"two stages have a spike at the switch, and linear growth does not (limit {LIMIT})"
     yield judge(claim, jumps, lambda linear, stages: stages > LIMIT >= linear)
     best = {"best other": min((x for x in losses.values() if x is not None), default=None), "linear": losses["linear"]}
@@ -65,6 +76,7 @@ QUESTION = Question(
     lrs=(STEEP,),
     steps=STEPS,
     paper="P4",
+    always=ALWAYS,
     fields=FIELDS,
     figures=figures,
     tables=tables,

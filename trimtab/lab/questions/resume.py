@@ -8,7 +8,6 @@ removed; every later record is compared with that of the uninterrupted run: leng
 import math
 import shutil
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,4 +84,3 @@ QUESTION = Measurement(
     design=f"{SIZE}, {STEPS} steps, {WARMUP} of warmup; continued from {STOPS[0]:.0%} and {STOPS[1]:.0%} of it.",
     tables=tables,
 )
-SMALLEST = partial(measure, steps=40, warmup=40)  # for a test

@@ -13,6 +13,7 @@ from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.findings import Result
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, at_most, falls, judge, mean
 from trimtab.lab.questions.unstable import (
+    ALWAYS,
     FIELDS,
     LR,
     SIZE,
@@ -103,6 +104,7 @@ QUESTION = Question(
     lrs=LRS,
     steps=STEPS,
     paper="P4",
+    always=ALWAYS,
     fields=FIELDS,
     figures=figures,
     tables=tables,

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +102,3 @@ QUESTION = Measurement(
     design=f"{SIZE}, 8 rows of 128 tokens, {STEPS} steps in a new process for each setting, 2 threads.",
     tables=tables,
 )
-SMALLEST = partial(measure, size="1x64", settings=(PLAIN, ALL))  # for a test

@@ -31,11 +31,11 @@ FIELDS = {
     "batch": 64,
     "optim.weight_decay": 0.01,
     "optim.independent_decay": False,
-    "schedule.lr.warmup": 50,
     "schedule.lr.floor": STEEP / 15,
     "eval_batches": 8,
     "watch.every": 2,
 }
+ALWAYS = ("warmup=0.2",)  # of the learning rate: 50 steps
 Number = Callable[[Analysis], float]
 
 
