@@ -61,7 +61,8 @@ class AdamW(Optimizer):
         """The sums of p², if any group needs them."""
         if not any(group["rms_scaled"] for group in self.param_groups):
             return None
-        return gradient_norms_unchecked(batch.params).view(-1, 1)
+        sums: Tensor = gradient_norms_unchecked(batch.params).view(-1, 1)
+        return sums
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
