@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab import int8_worlds, worlds_seqlen
 from trimtab.analysis import fits, forecasts, measure
 from trimtab.analysis.findings import Findings, Result
 from trimtab.lab.questions import QUESTIONS, Question, find_question, list_questions
@@ -23,8 +24,16 @@ def bowl(cell: Cell, *, depth: float = 2.0, steep: float = 0.1, optimum: float =
     return depth + steep * math.log10(cell.lr / optimum) ** 2 + 1e-3 * cell.seed
 
 
+def shape(cell: Cell) -> tuple[int, int]:
+    """Depth and width."""
+    model = cell.config.model
+    options = getattr(model, "options", None) or vars(model)
+    return options["depth"], options["width"]
+
+
 def params(cell: Cell) -> int:
-    return 12 * cell.config.model.depth * cell.config.model.width**2
+    depth, width = shape(cell)
+    return 12 * depth * width**2
 
 
 def grows(to: float) -> tuple[tuple[int, float], ...]:
@@ -121,17 +130,31 @@ def switchback(cell: Cell) -> dict:
     return {"loss": bowl(cell, depth={"llm-int8": 2.1, "fp8-tensorwise": 2.5}.get(cell.arm, 2.0))}
 
 
-def beta2(cell: Cell) -> dict:
-    count = {"beta2 0.95": 0, "beta2 0.99": 1, "beta2 0.999": 3}.get(cell.arm, 1)
-    return {"loss": bowl(cell), "spikes": tuple((100 * i, 3.0) for i in range(count))}
+def ablation(cell: Cell) -> dict:
+    """The paper's: linear codes break nearly always, dynamic ones sometimes."""
+    method = cell.arm.rpartition(", ")[0]
+    losses = {"linear": 3.5, "dynamic": 2.1, "block-wise": 2.01, "Trimtab's default": 2.01}
+    loss = losses.get(method.removesuffix(", stable embedding"), 2.0) - 0.1 * ("stable" in method)
+    first_seed = cell.seed == 0 and "eps" in cell.arm
+    broken = {"linear": cell.seed != 2, "linear, stable embedding": cell.seed == 0, "dynamic": first_seed}
+    return {"loss": math.inf, "status": "stopped"} if broken.get(method) else {"loss": loss}
 
 
-def seqlen_warmup(cell: Cell) -> dict:
-    steep = {"sequence length": 0.05, "batch": 0.1}.get(cell.arm, 0.2)
-    return {"loss": bowl(cell, steep=steep), "loss_ratio": 1 + steep}
+def eight_bits_long(cell: Cell, drift: float = 0.0) -> dict:
+    """Losses of all methods are equal, or published ones drift away."""
+    drift *= cell.arm.startswith("published")
+    points = tuple((step, 2 + 1000 / (step + 250) + drift * step) for step in range(0, 10_001, 500))
+    return {"loss": points[-1][1], "evaluations": points, "steps": 10_000}
+
+
+def worse(part: str, loss: float = 0.2):
+    """Arms with this in their name have a higher loss."""
+    return lambda cell: {"loss": bowl(cell, depth=2 + loss * (part in cell.arm))}
 
 
 PAPERS = {
+    **worlds_seqlen.PAPERS,
+    **int8_worlds.PAPERS,
     "qk-norm": qk_norm,
     "z-loss": z_loss,
     "warmup": warmup,
@@ -148,18 +171,26 @@ PAPERS = {
     "kappa": kappa,
     "eps": eps,
     "eight-bits": by_arm(),
+    "ablation": ablation,
+    "eight-bits-clip": by_arm(),
+    "eight-bits-classify": by_arm(),
+    "eight-bits-long": eight_bits_long,
+    "eight-bits-sensitivity": by_arm(),
     "switchback": switchback,
-    "beta2": beta2,
-    "seqlen-warmup": seqlen_warmup,
 }
 # Worlds in which the claim is wrong.
 OTHERS = {
+    **worlds_seqlen.OTHERS,
+    **int8_worlds.OTHERS,
     "steps": by_arm(**{"500_steps": 0.1, "2000_steps": 0.2}),
     "batch": by_arm(batch_16=0.1, batch_64=0.2),
     "eight-bits": by_arm(**{"8_bits": 0.3}),
+    "eight-bits-clip": worse("256"),
+    "eight-bits-classify": worse("8 bits"),
+    "eight-bits-long": lambda cell: eight_bits_long(cell, 1e-5),
+    "eight-bits-sensitivity": worse("published, eps"),
     "attention": lambda cell: {"loss": bowl(cell), "logits": grows(2)},
     "prediction": lambda cell: {"loss": bowl(cell), "logit_max": 10.0 if cell.size != "4x128" else 1e4},
-    "seqlen-warmup": by_arm(sequence_length=0.3),
     "width-depth": lambda cell: {"loss": bowl(cell, steep=0.1 * math.log2(cell.config.model.width))},
 }
 
@@ -167,7 +198,8 @@ OTHERS = {
 def findings_of(study: Study, world) -> Findings:
     results = []
     for cell in study.cells():
-        told = {"params": params(cell), "depth": cell.config.model.depth, "width": cell.config.model.width}
+        depth, width = shape(cell)
+        told = {"params": params(cell), "depth": depth, "width": width}
         names = {"name": cell.name, "study": study.name, "size": cell.size, "arm": cell.arm, "lr": cell.lr}
         made = Result(folder=Path(cell.folder), **names, seed=cell.seed, status="done", first=FIRST, kind="gpt", **told)
         told = {key: value for key, value in world(cell).items() if key not in READERS}
@@ -183,7 +215,7 @@ def findings_of(study: Study, world) -> Findings:
     )
 
 
-READERS = ("analysis", "log", "classify")  # of Evidence: what a world has instead of run folders
+READERS = ("analysis", "log", "classify", "words")  # of Evidence: what a world has instead of run folders
 
 
 def readers_of(study: Study, world):
@@ -214,8 +246,7 @@ def test_every_study_can_be_run_and_takes_minutes(name):
     assert study.name == name
     assert len({cell.name for cell in cells}) == len(cells)
     assert len(study.seeds) >= 2
-    assert study.minutes is not None
-    assert 1 < study.minutes < 40
+    assert 1 < QUESTIONS[name].minutes < 40
     assert Study.from_json(study.to_json()) == study
 
 

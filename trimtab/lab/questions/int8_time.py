@@ -147,7 +147,7 @@ QUESTION = Measurement(
     __doc__,
     measure,
     check,
-    minutes=2.5,
+    minutes=1.5,
     paper="P1",
     design=(
         f"Both linear layers of an MLP block, widths {', '.join(map(str, WIDTHS))}, {TOKENS} tokens: medians of "

@@ -133,11 +133,11 @@ class Evidence:
 
     def zero_shot(self, arm: str, size: str = M, lr: float | None = None) -> list[ZeroShot]:
         """Of the runs that reached their last step."""
-        return [self.classify(run.folder) for run in self.runs(arm, size, lr) if run.status is Status.DONE]
+        return [self.classify(run.folder) for run in self.runs(arm, size, lr) if run.status == Status.DONE]
 
     def last_words(self, arm: str, size: str = M, lr: float | None = None) -> list[LastWords]:
         """Of the runs that reached their last step."""
-        return [self.words(run.folder) for run in self.runs(arm, size, lr) if run.status is Status.DONE]
+        return [self.words(run.folder) for run in self.runs(arm, size, lr) if run.status == Status.DONE]
 
     def curve(self, arm: str, size: str = M) -> Curve | None:
         """A curve for which all planned learning rates were run."""
