@@ -12,6 +12,7 @@ question is reproduced if all checks pass, and partly if the first or at least h
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -119,8 +120,10 @@ class Evidence:
     findings: Findings
     study: str
     analysis: Callable[[Path], Analysis] = analyze  # of one run: spikes, lead times, correlations
-    log: Callable[[Path], Run] = read_run  # of one run: the loss and the signals of every step
-    classify: Callable[[Path], ZeroShot] = zero_shot  # of one CLIP: accuracy on concepts that it never saw
+    # Of one run: the loss and the signals of every step. Of one CLIP: accuracy on concepts that it never saw. Claims,
+    # tables and figures read the same runs, so each is read once.
+    log: Callable[[Path], Run] = field(default_factory=lambda: cache(read_run))
+    classify: Callable[[Path], ZeroShot] = field(default_factory=lambda: cache(zero_shot))
     words: Callable[[Path], LastWords] = last_words  # of one GPT: the last words of passages
 
     def analyses(self, arm: str, size: str = M, lr: float | None = None) -> list[Analysis]:
