@@ -16,18 +16,19 @@ from typing import Any, get_args, get_type_hints
 
 from trimtab.hints import did_you_mean
 from trimtab.lab.subjects import with_steps
-from trimtab.schedule.seqlen import Kind
 from trimtab.train.config import (
     ConfigError,
     GPTRun,
     ModuleRun,
     OptimConfig,
     RunConfig,
+    SeqLenConfig,
     kind_of,
     with_model,
 )
 
 WHOLE = 2**30  # a block that no tensor of a study is longer than
+PACINGS = get_args(get_type_hints(SeqLenConfig)["kind"])
 LINEARS = get_args(get_type_hints(get_type_hints(GPTRun)["model"])["linear"])
 
 
@@ -161,7 +162,7 @@ def _warmup(switch: Switch) -> RunConfig:
 def _seqlen_warmup(switch: Switch) -> RunConfig:
     config, context = switch.config, switch.config.model.context
     value, _, kind = switch.value.partition(":")
-    kind = replace(switch, name="seqlen-warmup=0.3:", value=kind).choice("linear", get_args(Kind))
+    kind = replace(switch, name="seqlen-warmup=0.3:", value=kind).choice("linear", PACINGS)
     share = replace(switch, value=value).number(0.3, above=0, below=1)
     if context <= 8:
         raise ConfigError(f"seqlen-warmup grows from 8 tokens, but rows have {context}; set model.context")
