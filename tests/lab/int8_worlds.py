@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.lab.questions.rms_spikes import PATCHES
+from trimtab.lab.questions.low_precision.rms_spikes import PATCHES
 from trimtab.lab.study import Cell
 from trimtab.runs.reader import Run
 from trimtab.train.zero_shot import ZeroShot

@@ -11,7 +11,7 @@ from tests.lab.test_questions import PAPERS, findings_of
 from trimtab.lab import classification
 from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.interventions import apply
-from trimtab.lab.questions import (
+from trimtab.lab.questions.optimizers import (
     ablation,
     eight_bits,
     eight_bits_classify,

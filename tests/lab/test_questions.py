@@ -10,7 +10,7 @@ from tests.lab import int8_worlds, worlds_seqlen
 from trimtab.analysis import fits, forecasts, measure
 from trimtab.analysis.findings import Findings, Result
 from trimtab.lab.questions import QUESTIONS, Question, find_question, list_questions
-from trimtab.lab.questions.qk_norm import lead
+from trimtab.lab.questions.proxies.qk_norm import lead
 from trimtab.lab.study import Cell, Study
 from trimtab.nn import ConfigError
 

@@ -7,8 +7,9 @@ import pytest
 from tests.lab.int8_worlds import PAPERS
 from trimtab.analysis.answers import Answer, read_answer, thin
 from trimtab.lab.executors.worker import run_cell
-from trimtab.lab.questions import QUESTIONS, Question, int8_time, weight_gradient
-from trimtab.lab.questions.spikes import STEPS as LONG
+from trimtab.lab.questions import QUESTIONS, Question
+from trimtab.lab.questions.low_precision import int8_time, weight_gradient
+from trimtab.lab.questions.low_precision.spikes import STEPS as LONG
 from trimtab.lab.reproduce import answer_from
 from trimtab.lab.study import Study
 from trimtab.report.svg import draw

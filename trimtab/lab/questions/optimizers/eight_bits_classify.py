@@ -5,7 +5,7 @@ bytes come (trimtab/lab/classification.py); the loss is that of the held-out fif
 ln 20 = 3.0. As in the paper's finetuning there is no stable embedding.
 """
 
-from trimtab.lab.questions.eight_bits import LATER, OURS, PUBLISHED, no_worse
+from trimtab.lab.questions.optimizers.eight_bits import LATER, OURS, PUBLISHED, no_worse
 from trimtab.lab.questions.question import Checks, Evidence, Question
 
 SIZE = "2x64"

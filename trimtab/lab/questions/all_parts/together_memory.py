@@ -16,8 +16,8 @@ from typing import Any
 
 from trimtab.analysis.answers import Table
 from trimtab.lab.interventions import apply
+from trimtab.lab.questions.all_parts.together import ALL, ARMS, PLAIN
 from trimtab.lab.questions.question import Checks, Measurement, Numbers, judge
-from trimtab.lab.questions.together import ALL, ARMS, PLAIN
 from trimtab.lab.sizes import parse_size, scaled
 from trimtab.lab.subjects import study_base
 from trimtab.runs import RunError

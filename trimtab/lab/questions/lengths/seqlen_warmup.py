@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.findings import Result
-from trimtab.lab.questions.question import Checks, Evidence, Question, Values, at_most, falls, judge, mean
-from trimtab.lab.questions.unstable import (
+from trimtab.lab.questions.lengths.unstable import (
     ALWAYS,
     FIELDS,
     LR,
@@ -27,6 +26,7 @@ from trimtab.lab.questions.unstable import (
     ratio_table,
     unstable,
 )
+from trimtab.lab.questions.question import Checks, Evidence, Question, Values, at_most, falls, judge, mean
 
 FULL, WARM, BATCH, BY_STEPS = "full length", "sequence length", "batch", "sequence length, decay by steps"
 SHOWN = (FULL, WARM, BATCH)

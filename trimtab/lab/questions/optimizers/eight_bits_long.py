@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from trimtab.analysis.answers import Figure, Line, Panel
-from trimtab.lab.questions.eight_bits import OURS, PUBLISHED
+from trimtab.lab.questions.optimizers.eight_bits import OURS, PUBLISHED
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, at_most, judge
 
 SIZE, STEPS, LR = "1x64", 10_000, 1e-2

@@ -10,7 +10,7 @@ from math import log10
 import numpy as np
 
 from trimtab.analysis.answers import Figure
-from trimtab.lab.questions.figures import sensitivity_figure
+from trimtab.lab.questions.proxies.figures import sensitivity_figure
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, Values, judge
 
 WIDTHS, DEPTHS, JOINT = ("3x16", "3x32", "3x64"), ("1x32", "3x32", "9x32"), "4x48"

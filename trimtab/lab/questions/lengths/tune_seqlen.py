@@ -14,9 +14,9 @@ from typing import Any
 from trimtab.analysis.answers import Table
 from trimtab.analysis.findings import Result
 from trimtab.analysis.results import read_result
+from trimtab.lab.questions.lengths.runs import train_all
+from trimtab.lab.questions.lengths.unstable import FIELDS, SIZE, STEEP
 from trimtab.lab.questions.question import Checks, Measurement, Numbers, at_most, judge
-from trimtab.lab.questions.runs import train_all
-from trimtab.lab.questions.unstable import FIELDS, SIZE, STEEP
 from trimtab.lab.sizes import parse_size, scaled
 from trimtab.lab.subjects import study_base
 from trimtab.lab.tune_seqlen import Tuning, tune_seqlen

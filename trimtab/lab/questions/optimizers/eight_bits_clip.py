@@ -6,7 +6,7 @@ over patches and a text tower with an embedding. At this width the matrices have
 bits.
 """
 
-from trimtab.lab.questions.eight_bits import LATER, OURS, PUBLISHED, no_worse
+from trimtab.lab.questions.optimizers.eight_bits import LATER, OURS, PUBLISHED, no_worse
 from trimtab.lab.questions.question import Checks, Evidence, Question
 
 SIZE = "2x64"

@@ -10,8 +10,8 @@ question clip-int8 is about CLIP. Times of single runs were tried with seed 100 
 from collections.abc import Iterable
 
 from trimtab.analysis.answers import Figure
+from trimtab.lab.questions.low_precision.traces import loss_panels
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Question, at_most, judge
-from trimtab.lab.questions.traces import loss_panels
 
 VARIANTS = ("switchback", "switchback-m", "switchback-q")
 ARMS = {"float": (), **{kind: (kind,) for kind in (*VARIANTS, "llm-int8")}}

@@ -9,7 +9,7 @@ from math import inf, isfinite, nan
 
 from trimtab.analysis.answers import Check, Figure
 from trimtab.analysis.findings import Points
-from trimtab.lab.questions.figures import logits_over_time, losses_over_time, sensitivity_figure
+from trimtab.lab.questions.proxies.figures import logits_over_time, losses_over_time, sensitivity_figure
 from trimtab.lab.questions.question import XS, Checks, Evidence, M, Question, S, growth, judge, mean
 
 ARMS = {"plain": (), "qk-norm": ("qk-norm",)}

@@ -13,8 +13,7 @@ from statistics import median
 
 from trimtab.analysis.answers import Cell, Figure, Line, Panel, Table
 from trimtab.analysis.one_run import VARIANCE, Analysis
-from trimtab.lab.questions.question import Checks, Evidence, Question, Values, judge
-from trimtab.lab.questions.unstable import (
+from trimtab.lab.questions.lengths.unstable import (
     ALWAYS,
     FIELDS,
     SIZE,
@@ -26,6 +25,7 @@ from trimtab.lab.questions.unstable import (
     ratio_table,
     unstable,
 )
+from trimtab.lab.questions.question import Checks, Evidence, Question, Values, judge
 
 SMALL, LARGE, SLOW = "batch 16", "batch 64", "batch 64, beta2 0.999"
 ARMS = {SMALL: ("batch=16",), LARGE: (), SLOW: ("beta2=0.999",)}

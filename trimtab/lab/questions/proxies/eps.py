@@ -13,7 +13,7 @@ import numpy as np
 
 from trimtab.analysis.answers import Figure
 from trimtab.analysis.findings import Result
-from trimtab.lab.questions.figures import against_size
+from trimtab.lab.questions.proxies.figures import against_size
 from trimtab.lab.questions.question import (
     STEADIED,
     XS,

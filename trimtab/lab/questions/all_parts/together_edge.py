@@ -5,8 +5,8 @@ Here 2x128 on the same tokens over two decades of learning rates; the edge is wh
 training gained, between two rates of the grid.
 """
 
+from trimtab.lab.questions.all_parts.together import ALL, ARMS, FIELDS, PLAIN, SIZE, STEPS
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge
-from trimtab.lab.questions.together import ALL, ARMS, FIELDS, PLAIN, SIZE, STEPS
 
 LRS = (0.01, 0.03, 0.1, 0.3, 1.0)
 

@@ -8,7 +8,7 @@ which is no instability.
 from collections.abc import Iterator
 
 from trimtab.analysis.answers import Figure
-from trimtab.lab.questions.figures import losses_over_time, sensitivity_figure
+from trimtab.lab.questions.proxies.figures import losses_over_time, sensitivity_figure
 from trimtab.lab.questions.question import STEADIED, XS, Checks, Evidence, M, Question, S, Values, falls, judge, known
 
 ARMS = {f"warmup {share:g}": (f"warmup={share:g}",) for share in (0.01, 0.05, 0.25)}

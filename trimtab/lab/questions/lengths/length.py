@@ -8,8 +8,18 @@ shorter row means more steps, so unstable steps are a share. All are evaluated a
 from collections.abc import Iterable
 
 from trimtab.analysis.answers import Table
+from trimtab.lab.questions.lengths.unstable import (
+    ALWAYS,
+    FIELDS,
+    LR,
+    SIZE,
+    STEPS,
+    above_noise,
+    average,
+    ratio_table,
+    unstable,
+)
 from trimtab.lab.questions.question import Checks, Evidence, Question, judge
-from trimtab.lab.questions.unstable import ALWAYS, FIELDS, LR, SIZE, STEPS, above_noise, average, ratio_table, unstable
 
 ARMS = {f"length {n}": (f"length={n}",) for n in (8, 16, 32)} | {"length 64": ()}
 

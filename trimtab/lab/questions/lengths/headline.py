@@ -14,8 +14,8 @@ from statistics import median
 
 from trimtab.analysis.answers import Figure, Line, Panel, Table
 from trimtab.analysis.one_run import Evaluation
+from trimtab.lab.questions.lengths.unstable import ALWAYS, FIELDS, SIZE
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge, mean
-from trimtab.lab.questions.unstable import ALWAYS, FIELDS, SIZE
 
 FULL, WARM = "full length", "sequence length"
 ARMS = {FULL: (), WARM: ("seqlen-warmup=0.3",)}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from trimtab.analysis.answers import Figure
 from trimtab.analysis.measure import sensitivity
-from trimtab.lab.questions.figures import losses_over_time
+from trimtab.lab.questions.proxies.figures import losses_over_time
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Question, falls, judge, known
 
 ARMS = {"independent": (), "coupled": ("coupled-decay",)}

@@ -7,7 +7,7 @@ arms have z-loss; the base width of muParam is 16.
 from collections.abc import Iterator
 
 from trimtab.analysis.answers import Figure
-from trimtab.lab.questions.figures import logits_over_time
+from trimtab.lab.questions.proxies.figures import logits_over_time
 from trimtab.lab.questions.question import Checks, Evidence, M, Question, falls, growth, judge, mean
 
 ARMS = {

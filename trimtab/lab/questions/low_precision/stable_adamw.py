@@ -14,10 +14,10 @@ import numpy as np
 from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.one_run import losses_of, rms_of
 from trimtab.analysis.spike_counts import RULES, large_spikes
-from trimtab.lab.questions.clip_int8 import accuracy_table, at_best
+from trimtab.lab.questions.low_precision.clip_int8 import accuracy_table, at_best
+from trimtab.lab.questions.low_precision.rms_spikes import PATCHES, line
+from trimtab.lab.questions.low_precision.spikes import STEPS, UNSTEADY, describe
 from trimtab.lab.questions.question import Checks, Evidence, Question, S, Values, falls, judge, mean
-from trimtab.lab.questions.rms_spikes import PATCHES, line
-from trimtab.lab.questions.spikes import STEPS, UNSTEADY, describe
 from trimtab.runs.reader import Floats, Ints, Run
 
 Series = Callable[[Run], tuple[Ints, Floats]]

@@ -9,7 +9,7 @@ times steps is that of the paper, as decay times steps is elsewhere: with 1e-4 i
 from collections.abc import Iterator
 
 from trimtab.analysis.answers import Figure
-from trimtab.lab.questions.figures import over_time
+from trimtab.lab.questions.proxies.figures import over_time
 from trimtab.lab.questions.question import Checks, Evidence, Question, S, Values, judge, mean
 
 LRS = (0.03, 0.1, 0.3)

@@ -6,7 +6,7 @@ Squared ReLU in place of softmax cannot saturate; in the paper the logits grow n
 from collections.abc import Iterator
 
 from trimtab.analysis.answers import Figure
-from trimtab.lab.questions.figures import logits_over_time, losses_over_time
+from trimtab.lab.questions.proxies.figures import logits_over_time, losses_over_time
 from trimtab.lab.questions.question import Checks, Evidence, M, Question, growth, judge, mean
 
 ARMS = {"softmax": (), "squared relu": ("attention=squared-relu",)}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from trimtab.analysis.answers import Figure, Line, Panel
-from trimtab.lab.questions.eight_bits import OURS, PUBLISHED
+from trimtab.lab.questions.optimizers.eight_bits import OURS, PUBLISHED
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, judge
 
 SIZE, LRS, LR = "2x64", (3e-3, 1e-2, 3e-2), 1e-2  # LR: where the others are varied

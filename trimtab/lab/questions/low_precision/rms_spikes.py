@@ -15,8 +15,8 @@ import numpy as np
 from trimtab.analysis.answers import Check, Figure, Line, Panel, Table
 from trimtab.analysis.one_run import ANY, losses_of, rms_of
 from trimtab.analysis.spike_counts import Count, count, large_spikes, race
+from trimtab.lab.questions.low_precision.spikes import STEPS, UNSTEADY
 from trimtab.lab.questions.question import Checks, Evidence, Question, S, judge
-from trimtab.lab.questions.spikes import STEPS, UNSTEADY
 from trimtab.runs.reader import Floats, Ints, Run
 
 PATCHES = "visual.conv1.weight"  # the patch embedding

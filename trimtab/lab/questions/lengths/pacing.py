@@ -12,8 +12,7 @@ import numpy as np
 
 from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.one_run import Analysis
-from trimtab.lab.questions.question import Checks, Evidence, Question, at_most, judge, within
-from trimtab.lab.questions.unstable import (
+from trimtab.lab.questions.lengths.unstable import (
     ALWAYS,
     FIELDS,
     LIMIT,
@@ -25,6 +24,7 @@ from trimtab.lab.questions.unstable import (
     ratio_line,
     ratio_table,
 )
+from trimtab.lab.questions.question import Checks, Evidence, Question, at_most, judge, within
 
 KINDS = ("linear", "root", "two-stage", "discrete", "mixed")
 ARMS = {kind: (f"seqlen-warmup=0.3:{kind}",) for kind in KINDS}

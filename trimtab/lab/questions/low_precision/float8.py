@@ -14,8 +14,8 @@ from statistics import fmean
 import numpy as np
 
 from trimtab.analysis.answers import Figure, Line, Panel, Table
+from trimtab.lab.questions.low_precision.traces import loss_panels
 from trimtab.lab.questions.question import Checks, Evidence, Question, falls, judge, mean
-from trimtab.lab.questions.traces import loss_panels
 
 DEEP = "8x32"
 LRS = (3e-3, 1e-2)

@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from trimtab.analysis.answers import Table
+from trimtab.lab.questions.lengths.runs import train_all
+from trimtab.lab.questions.lengths.unstable import FIELDS
 from trimtab.lab.questions.question import Checks, Measurement, Numbers, judge
-from trimtab.lab.questions.runs import train_all
-from trimtab.lab.questions.unstable import FIELDS
 from trimtab.lab.sizes import parse_size, scaled
 from trimtab.lab.subjects import study_base
 from trimtab.runs import read_lines
