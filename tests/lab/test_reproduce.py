@@ -118,7 +118,10 @@ def test_what_is_measured_without_a_study_is_answered_too(tmp_path):
     (answer,) = read_answers(answers)
     assert (answer.verdict, answer.design, answer.checks[0].evidence) == ("reproduced", "A scale.", "kg: 2.5")
     reach = [OutOfReach("P1", "it floats", "no water", "a lake")]
-    overview, _, figure = write_results([answer], tmp_path / "results", reach)
+    asked = [("P1", "heavy", "Is it heavy?"), ("P2", "light", "Is it light?")]
+    overview, _, figure = write_results([answer], tmp_path / "results", out_of_reach=reach, asked=asked)
+    assert "Of 2 questions: 1 reproduced; 1 not run yet." in overview.read_text()
+    assert "| P2 | Is it light? | not run yet | `trimtab reproduce light` |" in overview.read_text()
     assert "| P1 | it floats | no water | a lake |" in overview.read_text()
     assert figure.name == "heavy-scale.svg"
     assert figure.read_text().count("<circle") == 1

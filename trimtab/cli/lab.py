@@ -270,7 +270,7 @@ def reproduce(
         pages: only write the pages again, from the answers
     """
     from trimtab.analysis.answers import read_answers
-    from trimtab.lab.questions import OUT_OF_REACH, find_question
+    from trimtab.lab.questions import OUT_OF_REACH, QUESTIONS, find_question
     from trimtab.lab.reproduce import reproduce
     from trimtab.report.results import write_results
 
@@ -280,7 +280,9 @@ def reproduce(
     stopped = None if pages else reproduce(questions, local(out), answers, again=again)
     found = read_answers(answers)
     if found:
-        print(f"the pages: {write_results(found, local(results), OUT_OF_REACH)[0]}")
+        asked = [(one.paper, one.name, one.text) for one in QUESTIONS.values()]
+        overview, *_ = write_results(found, local(results), out_of_reach=OUT_OF_REACH, asked=asked)
+        print(f"the pages: {overview}")
     if stopped is not None:
         print(f"continue with: {command}")
         return exit_code(stopped)

@@ -26,10 +26,18 @@ RULE = (
 MARKS = {True: "yes", False: "no", None: "not enough runs"}
 
 
-def write_results(answers: Sequence[Answer], folder: Path, out_of_reach: Iterable[OutOfReach] = ()) -> list[Path]:
-    """Write all pages; returns their paths, the overall table first."""
+def write_results(
+    answers: Sequence[Answer],
+    folder: Path,
+    *,
+    out_of_reach: Iterable[OutOfReach] = (),
+    asked: Iterable[tuple[Paper, str, str]] = (),
+) -> list[Path]:
+    """Write all pages; returns their paths, the overall table first. `asked` are all questions: paper, name, text."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    written = [_write(folder / "README.md", _overview(answers, list(out_of_reach)))]
+    answered = {answer.name for answer in answers}
+    missing = [question for question in asked if question[1] not in answered]
+    written = [_write(folder / "README.md", _overview(answers, missing, list(out_of_reach)))]
     for paper, title in PAPERS.items():
         mine = [answer for answer in answers if answer.paper == paper]
         if mine:
@@ -45,31 +53,36 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
-def _overview(answers: Sequence[Answer], out_of_reach: Sequence[OutOfReach]) -> str:
+def _overview(
+    answers: Sequence[Answer], missing: Sequence[tuple[Paper, str, str]], out_of_reach: Sequence[OutOfReach]
+) -> str:
     verdicts: list[Verdict] = ["reproduced", "partly", "not", "no answer"]
     counts = {verdict: sum(answer.verdict == verdict for answer in answers) for verdict in verdicts}
     found = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
+    found += f"; {len(missing)} not run yet" if missing else ""
+    minutes = sum(answer.minutes for answer in answers)
     lines = [
         "# The papers, reproduced small",
         "",
-        f"Of {len(answers)} questions: {found}. Models of a few thousand to a million parameters, on a CPU; "
-        f"{sum(answer.minutes for answer in answers):.0f} minutes in all. "
+        f"Of {len(answers) + len(missing)} questions: {found}. Models of a few thousand to a million parameters, on a "
+        f"CPU; {minutes:.0f} minutes in all. "
         "`trimtab reproduce` runs all of them and writes these pages; `trimtab reproduce NAME` one.",
         "",
         RULE,
         "",
     ]
-    rows = []
+    rows = [(paper, text, "not run yet", f"`trimtab reproduce {name}`") for paper, name, text in missing]
     for answer in answers:
         held = sum(bool(check.passed) for check in answer.checks)
         link = f"[{answer.question}]({answer.paper.lower()}.md#{answer.name})"
         rows.append((answer.paper, link, answer.verdict, f"{held} of {len(answer.checks)}"))
+    rows.sort(key=lambda row: row[0])
     lines += _rows(("paper", "question", "answer", "claims that hold"), rows)
     lines += ["", *(f"- {paper}: {title}." for paper, title in PAPERS.items()), ""]
     if out_of_reach:
         lines += ["## What cannot be shown here", ""]
-        missing = [(x.paper, x.claim, x.reason, x.needs) for x in out_of_reach]
-        lines += [*_rows(("paper", "claim", "why not", "what would show it"), missing), ""]
+        claims = sorted(((x.paper, x.claim, x.reason, x.needs) for x in out_of_reach), key=lambda row: row[0])
+        lines += [*_rows(("paper", "claim", "why not", "what would show it"), claims), ""]
     return "\n".join(lines)
 
 

@@ -12,9 +12,10 @@ from trimtab.analysis.answers import Figure, Line
 from trimtab.report.numbers import number
 
 COLOURS = ("#1b6ca8", "#c2410c", "#15803d", "#7c3aed", "#b91c1c", "#0f766e", "#a16207", "#475569")
-PANEL, GAP, HEIGHT, LEFT, TOP = 250, 52, 170, 60, 52
+PANEL, GAP, HEIGHT, LEFT, TOP = 250, 52, 170, 60, 64
 ROW = 16  # of the legend
 DOTS = 16  # a line with more points has no dots
+MARGIN = 0.04  # of an axis, on both sides
 
 
 def draw(figure: Figure) -> str:
@@ -34,7 +35,7 @@ def draw(figure: Figure) -> str:
             parts += place.line(line, colours[line.name])
     bottom = TOP + HEIGHT + 30
     parts.append(_text(LEFT + PANEL / 2, bottom, figure.x, "middle"))
-    parts.append(_text(LEFT - 48, TOP - 8, figure.y, "start"))
+    parts.append(_text(12, TOP - 24, figure.y, "start"))
     for i, name in enumerate(names):
         at = bottom + ROW * (i + 1)
         parts.append(f'<rect x="{LEFT}" y="{at - 8}" width="12" height="8" fill="{colours[name]}"/>')
@@ -59,11 +60,19 @@ class _Axis:
         return (at - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        if not self.log:
-            return [self.low + share * (self.high - self.low) for share in (0.0, 0.5, 1.0)]
-        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-        powers = [10.0**power for power in range(first, last + 1, max(1, (last - first) // 4))]
-        return powers if len(powers) > 1 else [self.low, self.high]
+        """Powers of ten; of a shorter axis, multiples of 1, 2 or 5 times one, at most five."""
+        if self.log and (powers := _powers(self.low, self.high)):
+            return powers
+        span = self.high - self.low
+        power = 10.0 ** math.floor(math.log10(span))
+        step = next(k * power for k in (0.1, 0.2, 0.5, 1, 2, 5) if span <= 5 * k * power)
+        return [k * step for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    """At most five powers of ten; none if there are not two."""
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    return [10.0**power for power in range(first, last + 1, (last - first) // 5 + 1)] if last > first else []
 
 
 def _axis(values: Iterator[float], log: bool) -> _Axis | None:
@@ -73,7 +82,10 @@ def _axis(values: Iterator[float], log: bool) -> _Axis | None:
     low, high = min(known), max(known)
     if low == high:
         low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-    return _Axis(low, high, log)
+    if log:
+        factor = (high / low) ** MARGIN
+        return _Axis(low / factor, high * factor, log)
+    return _Axis(low - MARGIN * (high - low), high + MARGIN * (high - low), log)
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class _Place:
 
     def frame(self, title: str) -> list[str]:
         parts = [f'<rect x="{self.left}" y="{TOP}" width="{PANEL}" height="{HEIGHT}" fill="none" stroke="#94a3b8"/>']
-        parts.append(_text(self.left + 4, TOP + 13, title, "start"))
+        parts.append(_text(self.left, TOP - 6, title, "start"))
         for value in self.x.ticks():
             across = self.left + PANEL * (self.x.share(value) or 0.0)
             parts.append(f'<path d="M{across:.1f} {TOP}v{HEIGHT}" stroke="#e2e8f0"/>')
