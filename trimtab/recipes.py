@@ -1,7 +1,7 @@
 """Recipes: functions that return a RunConfig. `trimtab recipes` lists them.
 
-The tiny and small ones train on a laptop and download nothing. The large ones have the hyper-parameters of the papers;
-they need GPUs and your own data (`--data.corpus`).
+The tiny and small ones train on a laptop and download nothing. The large ones have the hyper-parameters of the papers,
+32-bit optimizer state included (`--optim.bits 8` is ours); they need GPUs and your own data (`--data.corpus`).
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def gpt3_125m() -> GPTRun:
     )
     return GPTRun(
         model=_gpt2_model(depth=12, width=768, heads=12, context=2048),
-        optim=OptimConfig(name="adamw", lr=2.4e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        optim=OptimConfig(name="adamw", lr=2.4e-3, betas=(0.9, 0.95), weight_decay=0.1, bits=32),
         schedule=ScheduleConfig(lr=lr, seqlen=SeqLenConfig(start=72, steps=27_638)),
         steps=300_000,
         tokens=300_000_000_000,
@@ -166,7 +166,7 @@ def _gpt2(*, depth: int, width: int, heads: int, start: int, warmup_steps: int) 
     lr = LearningRate(kind="cosine", warmup=3000, decay_unit="tokens", floor=1e-5)
     return GPTRun(
         model=_gpt2_model(depth=depth, width=width, heads=heads, context=1024),
-        optim=OptimConfig(name="adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.01),
+        optim=OptimConfig(name="adamw", lr=6e-4, betas=(0.9, 0.95), weight_decay=0.01, bits=32),
         schedule=ScheduleConfig(lr=lr, seqlen=SeqLenConfig(start=start, steps=warmup_steps)),
         steps=75_000,
         tokens=157_286_400_000,
@@ -183,6 +183,6 @@ def _clip(size: str, optim: OptimConfig, *, warmup: int, **fields: Any) -> CLIPR
 
 
 def _paper_clip(size: str) -> CLIPRun:
-    optim = OptimConfig(lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, clip_norm=None)
+    optim = OptimConfig(lr=2e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.2, clip_norm=None, bits=32)
     run = _clip(size, optim, warmup=5000, steps=20_000, batch=16_384, autocast="bfloat16")
     return with_model(run, patch_dropout=0.5, linear="switchback", checkpointing=True)

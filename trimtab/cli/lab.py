@@ -227,7 +227,7 @@ def _list() -> int:
     from trimtab.lab.interventions import list_switches
     from trimtab.lab.questions import list_questions
 
-    print("questions (--study NAME)")
+    print("questions (trimtab reproduce NAME; those with runs also --study NAME)")
     print("\n".join(f"  {name:16} {question} ({minutes:.0f} min)" for name, question, minutes in list_questions()))
     print("\nswitches (--arms plain NAME NAME=VALUE+NAME ...)")
     print("\n".join(f"  {name:16} {text}" for name, text in list_switches()))
