@@ -196,6 +196,18 @@ def test_shards_that_cut_a_block_stay_close(name, bits):
 
 @pytest.mark.parametrize("bits", [32, 8])
 @on_two_processes
+def test_steps_relative_to_the_weights_are_those_of_whole_tensors(bits):
+    (sharded, two), (plain, one) = shard_and_whole("AdamW", EVEN, bits=bits, rms_scaled=True)
+    for model, optimizer in ((sharded, two), (plain, one)):
+        take_steps(model, optimizer, range(5))
+    assert_close(sharded, plain, 1e-6)
+    other = Tensors(EVEN)
+    take_steps(other, build("AdamW", other, bits=bits), range(5))
+    assert max((p - q).abs().max() for p, q in zip(plain.parameters(), other.parameters(), strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@on_two_processes
 def test_a_model_trains_under_fsdp2(bits):
     def make() -> nn.Module:
         torch.manual_seed(0)

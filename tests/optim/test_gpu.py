@@ -52,6 +52,15 @@ def test_options_do_not_wait_either(name, chosen):
             optimizer.step()
 
 
+@pytest.mark.parametrize("bits", [8, 32])
+def test_steps_relative_to_the_weights_do_not_wait_either(bits):
+    with fake_gpu() as gpu:
+        optimizer = build("AdamW", bits, rms_scaled=True)
+        optimizer.step()
+        with gpu.no_waits():
+            optimizer.step()
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan", "split"])
 @pytest.mark.parametrize("name", ["AdamW", "LAMB"])
 def test_bfloat16_parameters_do_not_wait_either(name, rounding):
