@@ -176,13 +176,19 @@ def _seqlen_warmup(switch: Switch) -> RunConfig:
 
 
 def _length(switch: Switch) -> RunConfig:
-    """The first of two stages, as long as the run. Evaluations are after as many tokens as before."""
+    """The first of two stages, as long as the run. Evaluations, learning-rate warmup and decay follow the tokens."""
     config, length, context = switch.config, switch.count(), switch.config.model.context
     if length >= context:
         raise ConfigError(f"length={length} is not below the full length {context}; try length={max(context // 4, 1)}")
     steps = -(-_tokens_of(config) // (config.batch * length))
     after = _with_lengths(config, start=length, steps=steps, kind="two-stage")
-    return replace(after, eval_every=max(round(config.eval_every * after.steps / config.steps), 1))
+    more = after.steps / config.steps
+    lr = after.schedule.lr
+    if lr.warmup_unit == "steps":
+        lr = replace(lr, warmup=round(lr.warmup * more))
+    optim = replace(after.optim, weight_decay=after.optim.weight_decay / more)
+    schedule = replace(after.schedule, lr=lr)
+    return replace(after, eval_every=max(round(config.eval_every * more), 1), schedule=schedule, optim=optim)
 
 
 def _with_lengths(config: RunConfig, **lengths: Any) -> RunConfig:

@@ -19,10 +19,9 @@ from trimtab.analysis.answers import Answer, clean, curves_figure, curves_table,
 from trimtab.analysis.findings import read
 from trimtab.lab.executors import Executor, make_executor
 from trimtab.lab.questions import QUESTIONS, Measurement, Question, find_question
-from trimtab.lab.questions.question import Evidence
 from trimtab.lab.study import Study
 from trimtab.lab.sweep import sweep
-from trimtab.runs import End, replace_json, require_json
+from trimtab.runs import End, RunError, replace_json, require_json
 from trimtab.screen import open_console
 
 Make = Callable[[], Executor]
@@ -67,7 +66,11 @@ def reproduce(
 
 def _run(question: Question | Measurement, folder: Path, make: Make, console: Console) -> End | None:
     if isinstance(question, Question):
-        return sweep(question.study(), folder, executor=make(), console=console).stopped
+        summary = sweep(question.study(), folder, executor=make(), console=console)
+        if summary.failed and summary.stopped is None:
+            names = ", ".join(name for name, _ in summary.failed)
+            raise RunError(f"{question.name}: {names} failed, so there is no answer; the same command tries them again")
+        return summary.stopped
     begun = time.monotonic()
     try:
         numbers = question.measure(folder)
@@ -96,7 +99,7 @@ def answer_from(question: Question | Measurement, folder: Path) -> Answer:
 
 def _from_runs(question: Question, folder: Path, cores: int) -> dict[str, Any]:
     findings, study = read([folder]), question.study()
-    evidence = Evidence(findings, question.name)
+    evidence = question.evidence(findings)
     runs = [result for result in findings.results if result.finished]
     curves = findings.curves
     return {

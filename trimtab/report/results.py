@@ -21,7 +21,8 @@ PAPERS: dict[Paper, str] = {
 }
 RULE = (
     "A question is **reproduced** if every claim of its file in `trimtab/lab/questions/` holds, **partly** if the "
-    "first claim or at least half of them hold, **not** otherwise. The rules were there before the runs."
+    "first claim or at least half of them hold, **not** otherwise; it has **no answer** if runs are missing for a "
+    "claim. The rules were there before the runs."
 )
 MARKS = {True: "yes", False: "no", None: "not enough runs"}
 

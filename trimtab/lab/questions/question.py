@@ -90,11 +90,12 @@ class Question(Asked):
             seeds=tuple(range(self.seeds)),
         )
 
-    def answer(
-        self, findings: Findings, analysis: Callable[[Path], Analysis] = analyze, **readers: Callable[[Path], Any]
-    ) -> list[Check]:
-        """`analysis` and the other readers of run folders are those of Evidence."""
-        return list(self.check(Evidence(findings, self.name, analysis, **readers)))
+    def evidence(self, findings: Findings, **readers: Any) -> "Evidence":
+        """The readers of run folders are those of Evidence."""
+        return Evidence(findings, self.name, seeds=self.seeds, **readers)
+
+    def answer(self, findings: Findings, **readers: Any) -> list[Check]:
+        return list(self.check(self.evidence(findings, **readers)))
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Evidence:
     log: Callable[[Path], Run] = field(default_factory=lambda: cache(read_run))
     classify: Callable[[Path], ZeroShot] = field(default_factory=lambda: cache(zero_shot))
     words: Callable[[Path], LastWords] = last_words  # of one GPT: the last words of passages
+    seeds: int = 1  # that were planned
 
     def analyses(self, arm: str, size: str = M, lr: float | None = None) -> list[Analysis]:
         """Of the finished runs."""
@@ -143,9 +145,10 @@ class Evidence:
         return [self.words(run.folder) for run in self.runs(arm, size, lr) if run.status == Status.DONE]
 
     def curve(self, arm: str, size: str = M) -> Curve | None:
-        """A curve for which all planned learning rates were run."""
+        """A curve for which all planned learning rates were run, with all seeds."""
         found = [c for c in self.findings.curves if (c.study, c.arm, c.size) == (self.study, arm, size)]
-        return found[0] if found and not found[0].missing else None
+        complete = found and not found[0].missing and min(found[0].seeds, default=0) >= self.seeds
+        return found[0] if complete else None
 
     def runs(self, arm: str, size: str = M, lr: float | None = None) -> list[Result]:
         """The finished runs."""

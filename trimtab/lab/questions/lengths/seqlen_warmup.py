@@ -1,6 +1,6 @@
 """Does sequence length warmup stabilise training, and more than batch-size warmup or clipping do? Li et al. 2022,
 section 4: it allows 8 times the batch and 4 times the learning rate; batch-size warmup stabilises less, and so does
-clipping, which costs quality too. The learning rate must decay by tokens: by steps it falls too early.
+clipping, which costs quality too. (That the learning rate must decay by tokens is part of `headline`.)
 
 Here 8x32 at learning rates 0.3 and 1.0, where training is unstable (unstable.py), all arms on the same tokens. Lengths
 grow from 8 to 64 over 30 % of the steps, the batch over 17 % of the rows, which are as many tokens. Loss is at full
@@ -10,7 +10,7 @@ length, seconds are those of the training steps.
 from collections.abc import Iterable
 
 from trimtab.analysis.answers import Figure, Panel, Table
-from trimtab.analysis.findings import Result
+from trimtab.analysis.findings import Result, Status
 from trimtab.lab.questions.lengths.unstable import (
     ALWAYS,
     FIELDS,
@@ -28,7 +28,7 @@ from trimtab.lab.questions.lengths.unstable import (
 )
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, at_most, falls, judge, mean
 
-FULL, WARM, BATCH, BY_STEPS = "full length", "sequence length", "batch", "sequence length, decay by steps"
+FULL, WARM, BATCH = "full length", "sequence length", "batch"
 SHOWN = (FULL, WARM, BATCH)
 CLIPS = ("clip 0.5", "clip 0.25")
 ARMS = {
@@ -36,7 +36,6 @@ ARMS = {
     WARM: ("seqlen-warmup=0.3",),
     BATCH: ("batch-warmup=0.17",),
     **{clip: (clip.replace(" ", "="),) for clip in CLIPS},
-    BY_STEPS: ("seqlen-warmup=0.3", "decay-by-steps"),
 }
 LRS = (STEEP, LR)
 
@@ -47,14 +46,13 @@ def check(found: Evidence) -> Checks:
     yield judge("its largest loss ratio over the noise is smaller", _means(found, pair, above_noise), falls)
     yield judge("its largest √v in the first tenth of the run is smaller", _means(found, pair, early_variance), falls)
     yield judge("its final loss is not higher", _losses(found, pair), at_most(1))
-    seconds = {arm: mean(run.seconds for run in _runs(found, arm)) for arm in pair}
-    yield judge("it takes less time", seconds, falls)
+    seconds = {arm: mean(run.seconds for run in _runs(found, arm) if run.status == Status.DONE) for arm in pair}
+    yield judge("it takes less time", seconds, falls, note="runs that did not stop early")
     yield judge("it is more stable than batch-size warmup", _means(found, (BATCH, WARM), unstable), falls)
     clips = {f"ratio, {arm}": x for arm, x in _means(found, (*CLIPS, WARM), above_noise).items()}
     clips |= {f"loss, {arm}": x for arm, x in _losses(found, (*CLIPS, WARM)).items()}
     claim = "each lower clipping is less stable (largest loss ratio over the noise) or ends with a higher loss"
     yield judge(claim, clips, lambda r1, r2, r, l1, l2, loss: all((r1 > r or l1 > loss, r2 > r or l2 > loss)))
-    yield judge("decay by steps ends with a higher loss", _losses(found, (BY_STEPS, WARM)), falls)
 
 
 def _runs(found: Evidence, arm: str) -> list[Result]:

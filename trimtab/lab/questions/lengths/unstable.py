@@ -7,7 +7,8 @@ two to seven of 250 steps are above 1.2, at 1.0 about eighty: that is the unstab
 the first steps explode in every arm, which is another effect.
 
     loss ratio        loss over the best loss before it                          Li et al. 2022
-    noise             95th percentile of the loss ratio in the last fifth of the same run
+    noise             95th percentile of the loss ratio in the last fifth of the same run, over the lowest one there: a
+                      run that never recovers has a high ratio in all of it, which is no noise
     unstable steps    share of the steps with a loss ratio above 1.2 times the noise, in percent
 """
 
@@ -50,7 +51,10 @@ def unstable(run: Analysis) -> float:
 
 
 def noise(run: Analysis) -> float:
-    return run.ratios.floor if math.isfinite(run.ratios.floor) else 1.0
+    ratios = run.ratios.ratios
+    tail = ratios[len(ratios) - len(ratios) // 5 :]
+    tail = tail[np.isfinite(tail)]
+    return float(np.quantile(tail, 0.95) / max(tail.min(), 1.0)) if len(tail) else 1.0
 
 
 def highest(run: Analysis) -> float:

@@ -26,7 +26,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "tensorwise, layer-scale": ("fp8-tensorwise", "layer-scale=0"),
     "SwitchBack": ("fp8-switchback",),
 }
-FAILS = 0.1  # of what training gained with float: this much lost is a failure, as everywhere in the lab
+FAILS = 0.1  # of what training gained with float: this much lost is a failure
 HELD = 0.02  # this little lost is none
 SMALLER = 3  # times smaller features with layer-scale
 
@@ -40,7 +40,7 @@ def check(found: Evidence) -> Checks:
     yield judge(claim, {"lost": lost_share(found, "SwitchBack", "float", high)}, lambda x: x <= HELD)
     helped = lost_share(found, "tensorwise, layer-scale", "float, layer-scale", high)
     claim = "with layer-scale one scale per tensor loses less than half as much"
-    yield judge(claim, {"without": lost, "with": helped}, lambda plain, scaled: scaled < plain / 2)
+    yield judge(claim, {"without": lost, "with": helped}, lambda plain, scaled: plain >= FAILS and scaled < plain / 2)
     usual, most = features(found, "float", high), features(found, "float, layer-scale", high)
     claim = "layer-scale makes the largest features at least 3 times smaller"
     yield judge(claim, {"without": usual, "with": most}, lambda plain, scaled: plain >= SMALLER * scaled)
@@ -66,8 +66,9 @@ def features(found: Evidence, arm: str, lr: float) -> float | None:
     largest = []
     for run in found.logs(arm, DEEP, lr):
         columns = list(run.signals.layers("out_max").values())
-        largest.append(float(np.nanmax(columns)) if columns else math.nan)
-    return mean(largest)
+        values = np.nan_to_num(np.array(columns), nan=math.inf)  # what is not finite is as large as can be
+        largest.append(float(values.max()) if columns else math.nan)
+    return fmean(largest) if largest else None
 
 
 def figures(found: Evidence) -> Iterable[Figure]:

@@ -12,11 +12,12 @@ from statistics import fmean
 import numpy as np
 
 from trimtab.analysis.answers import Figure, Panel, Table
+from trimtab.analysis.findings import Status
 from trimtab.analysis.one_run import losses_of, rms_of
 from trimtab.analysis.spike_counts import RULES, large_spikes
 from trimtab.lab.questions.low_precision.clip_int8 import accuracy_table, at_best
 from trimtab.lab.questions.low_precision.rms_spikes import PATCHES, line
-from trimtab.lab.questions.low_precision.spikes import STEPS, UNSTEADY, describe
+from trimtab.lab.questions.low_precision.spikes import STEPS, UNSTEADY, describe, more
 from trimtab.lab.questions.question import Checks, Evidence, Question, S, Values, falls, judge, mean
 from trimtab.runs.reader import Floats, Ints, Run
 
@@ -31,21 +32,22 @@ ARMS = {
 PLAIN, CLIPPING, LOWER, STABLE = ARMS
 LRS = (3e-3, 1e-2)
 HIGH = LRS[-1]
+PICTURE = 1 / 40
 TAIL = 100  # last steps whose loss is compared: a single one may be in a spike
 
 
 def check(found: Evidence) -> Checks:
     spikes = {arm: spikes_at(found, arm) for arm in (PLAIN, STABLE)}
     note = f"large spikes per run, learning rate {HIGH:g}"
-    yield judge("StableAdamW has fewer large spikes than AdamW", spikes, falls, note=note)
+    yield judge("StableAdamW has fewer large spikes than AdamW", spikes, more, note=note)
     late = {arm: late_loss(found, arm) for arm in ARMS}
     note = f"training loss of the last {TAIL} steps, learning rate {HIGH:g}"
     for arm in (PLAIN, CLIPPING, LOWER):
         values = {name: late[name] for name in (arm, STABLE)}
         yield judge(f"its loss is lower than that of {arm}", values, falls, note=note)
     accuracies: Values = {arm: fmean(x.top1 for x in runs) if (runs := at_best(found, arm)) else None for arm in ARMS}
-    claim = "its zero-shot accuracy is not below that of the others, at their best learning rates"
-    yield judge(claim, accuracies, lambda *values: values[-1] >= max(values[:-1]))
+    claim = "its zero-shot accuracy is at most one picture (2.5 points) below that of the others, at their best rates"
+    yield judge(claim, accuracies, lambda *values: values[-1] >= max(values[:-1]) - PICTURE)
     stale = {arm: highest_rms(found, arm) for arm in (PLAIN, LOWER)}
     claim = "RMS_t of the patch embedding is above 2.3 with beta2 0.99 and lower with 0.9"
     yield judge(claim, stale, lambda a, b: a >= RULES.rms and b < a, note="highest after the first steps, mean of runs")
@@ -56,8 +58,13 @@ def spikes_at(found: Evidence, arm: str, lr: float = HIGH) -> float | None:
 
 
 def late_loss(found: Evidence, arm: str, lr: float = HIGH) -> float | None:
-    """Median of the last steps, mean over seeds."""
-    return mean(float(np.median(losses_of(run)[1][-TAIL:])) for run in found.logs(arm, S, lr))
+    """Median of the last steps, mean over seeds. A run that stopped has the loss before training."""
+    runs, logs = found.runs(arm, S, lr), found.logs(arm, S, lr)
+    late = [
+        run.first if run.status == Status.STOPPED else float(np.median(losses_of(log)[1][-TAIL:]))
+        for run, log in zip(runs, logs, strict=True)
+    ]
+    return fmean(late) if late else None
 
 
 def highest_rms(found: Evidence, arm: str, lr: float = HIGH) -> float | None:

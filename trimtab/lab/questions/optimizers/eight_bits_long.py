@@ -36,6 +36,8 @@ def _largest(found: Evidence, method: str, beta: str) -> float | None:
     """The largest relative difference of the mean losses, from the first evaluation on; infinite if a run stopped."""
     if any(found.curve(f"{name}, {beta}", SIZE) is None for name in (method, "32 bits")):
         return None
+    if not all(math.isfinite(run.loss) for run in found.runs(f"32 bits, {beta}", SIZE)):
+        return None
     if not all(math.isfinite(run.loss) for run in found.runs(f"{method}, {beta}", SIZE)):
         return math.inf
     return max((x for _, x in _differences(found, method, beta)), default=None)

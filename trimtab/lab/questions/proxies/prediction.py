@@ -29,8 +29,13 @@ def check(found: Evidence) -> Checks:
         yield judge(claim, _factors(found, size), lambda *x: max(x) <= 3, note="factor by learning rate")
     right = _right(found)
     cells = len(PREDICTED) * len(LRS)
-    claim = f"at least {cells - 1} of {cells} larger models fail, or do not, as predicted from the smaller ones"
-    yield judge(claim, {"right": right}, lambda x: x >= cells - 1)
+    claim = (
+        f"at least {cells - 1} of {cells} larger models fail, or do not, as predicted from the smaller ones; both occur"
+    )
+    failed = (
+        None if right is None else float(sum(_fails(found.curve(ARM, size), lr) for size in PREDICTED for lr in LRS))
+    )
+    yield judge(claim, {"right": right, "fail": failed}, lambda x, fail: x >= cells - 1 and 0 < fail < cells)
     complete = right is not None
     critical = found.findings.critical
     yield judge(

@@ -7,7 +7,7 @@ slow. The part of the sensitivity above the best learning rate is compared too.
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, S, Values, judge, known, within
 
 ARMS = {f"{steps} steps": (f"steps={steps}",) for steps in (500, 1000, 2000)}
-LRS = (0.03, 0.1, 0.3, 1.0)
+LRS = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def check(found: Evidence) -> Checks:

@@ -21,8 +21,10 @@ def check(found: Evidence) -> Checks:
         claim = f"at {size} sensitivity falls as the warmup gets longer"
         yield judge(claim, found.sensitivity(*ARMS, size=size), falls)
     for size in reversed(SIZES):
-        claim = f"at {size} the first failing learning rate does not fall as the warmup gets longer"
-        yield judge(claim, {arm: _failing(found, arm, size) for arm in ARMS}, lambda *x: list(x) == sorted(x))
+        claim = (
+            f"at {size} the first failing learning rate does not fall as the warmup gets longer, and the shortest fails"
+        )
+        yield judge(claim, {arm: _failing(found, arm, size) for arm in ARMS}, _does_not_fall)
     shortest, *_, longest = ARMS
     claim = f"the longest warmup lowers the sensitivity more at {M} than at {XS}"
     gains: Values = {}
@@ -34,6 +36,10 @@ def check(found: Evidence) -> Checks:
     yield judge(claim, {arm: _top(found, arm) for arm in ARMS}, falls)
     claim = f"at {M} the best loss with the longest warmup is at most 2% higher"
     yield judge(claim, found.best(*ARMS), lambda *x: x[-1] <= 1.02 * x[1])
+
+
+def _does_not_fall(first: float, *others: float) -> bool:
+    return first <= LRS[-1] and [first, *others] == sorted([first, *others])
 
 
 def _failing(found: Evidence, arm: str, size: str) -> float | None:

@@ -23,7 +23,7 @@ def check(found: Evidence) -> Checks:
     for part, words in (("sensitivity", "sensitivity"), ("unstable", "its part above the best learning rate")):
         slopes = {along: _slope(found, sizes, part) for along, sizes in ladders.items()}
         claim = f"{words} grows faster with the depth than with the width"
-        yield judge(claim, slopes, lambda width, depth: depth > width, note="nats per decade of parameters")
+        yield judge(claim, slopes, lambda width, depth: depth > max(width, 0), note="nats per decade of parameters")
     rates = {size: found.best_lr(ARM, size) for size in (WIDTHS[-1], DEPTHS[-1])}
     claim = "the best learning rate of the deepest model is not above that of the widest"
     yield judge(claim, rates, lambda width, depth: depth <= width)
