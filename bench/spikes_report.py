@@ -150,8 +150,8 @@ window of 50 was taken after the first large-batch runs, which are among those b
 answer to the first table is no, the other questions were added: the peaks of large spikes, the race, and the share of
 the tensors. A peak was first looked for within 10 steps of the onset (26 of 32 preceded); that missed one spike, so
 it is now looked for over the whole spike. The contrast setting had β₂ 0.999 at first, which repeated the steps of
-another setting. Everything but the first table is therefore exploration: its p-values are no test, and fresh seeds with
-these rules have not been run.
+another setting. Everything but the first table is therefore exploration: its p-values are no test. The question
+[rms-spikes](p1.md#rms-spikes) tests these rules on fresh runs.
 """
 TITLES: dict[Moment, str] = {
     "onset": "## The paper's rule: is there an RMS spike before a loss spike begins?",
