@@ -44,7 +44,7 @@ QUESTION = Question(
     ARMS,
     check,
     sizes=(L,),
-    lrs=(3e-3, 1e-2, 3e-2),
+    lrs=(1e-2, 3e-2),
     steps=800,
     always=STEADIED,
     paper="P1",
