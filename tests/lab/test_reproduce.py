@@ -158,7 +158,14 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("name", STUDIES)
+ALWAYS = ("dilemma", "headline", "together-edge", "resume")
+
+
+def _some_slow(names):
+    return [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", _some_slow(STUDIES))
 def test_the_smallest_setting_of_every_study_gives_an_answer(name, tmp_path):
     """Few steps and rows of a narrow model, one seed: every check has an outcome, and figures and tables are drawn."""
     asked = QUESTIONS[name]
@@ -176,7 +183,7 @@ def test_the_smallest_setting_of_every_study_gives_an_answer(name, tmp_path):
     assert all(table.rows for table in answer.tables)
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", _some_slow(MEASURED))
 def test_the_smallest_setting_of_every_measurement_gives_an_answer(name, tmp_path):
     asked = QUESTIONS[name]
     numbers = json.loads(json.dumps(asked.measure(tmp_path, **MEASURED[name])))

@@ -10,7 +10,6 @@ import pytest
 from trimtab.analysis.answers import thin
 from trimtab.analysis.findings import read
 from trimtab.lab.questions import QUESTIONS, Question
-from trimtab.lab.questions.question import Evidence
 from trimtab.lab.study import Study
 from trimtab.lab.subjects import study_base
 from trimtab.report.svg import draw
@@ -40,9 +39,13 @@ def _shorter(switch: str) -> str:
     return f"steps={int(value) // 100}" if name == "steps" else switch
 
 
-@pytest.mark.parametrize("name", PROXIES)
+# Those with the most figures always run; the others take a minute together.
+ALWAYS = ("qk-norm", "prediction", "kappa")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in ALWAYS else pytest.mark.slow) for x in PROXIES])
 def test_the_smallest_setting_of_a_study_is_judged_and_drawn(name, tmp_path):
-    question = QUESTIONS[name]
+    question = replace(QUESTIONS[name], seeds=1)
     study = smallest(question)
     replace_json(tmp_path / "study.json", study.to_json())
     for cell in study.cells():
@@ -52,5 +55,5 @@ def test_the_smallest_setting_of_a_study_is_judged_and_drawn(name, tmp_path):
     assert checks
     assert all(check.evidence for check in checks)
     assert any(check.passed is not None for check in checks)
-    for figure in question.figures(Evidence(findings, name)) if question.figures else ():
+    for figure in question.figures(question.evidence(findings)) if question.figures else ():
         assert draw(thin(figure)).startswith("<svg")

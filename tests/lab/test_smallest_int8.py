@@ -33,9 +33,13 @@ def smallest(question: Question) -> Study:
     return replace(study, base=base, sizes=sizes, arms=tuple(arms), seeds=(0,))
 
 
-@pytest.mark.parametrize("name", ["switchback", *PAPERS])
+ALWAYS = ("clip-int8", "rms-spikes")
+NAMES = [pytest.param(x, marks=[] if x in ALWAYS else pytest.mark.slow) for x in ("switchback", *PAPERS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_smallest_setting_is_judged_and_drawn(name, tmp_path):
-    question = QUESTIONS[name]
+    question = replace(QUESTIONS[name], seeds=1)
     study = smallest(question)
     replace_json(tmp_path / "study.json", study.to_json())
     for cell in study.cells():

@@ -19,7 +19,7 @@ from trimtab.lab.questions.lengths.unstable import FIELDS
 from trimtab.lab.questions.question import Checks, Measurement, Numbers, judge
 from trimtab.lab.sizes import parse_size, scaled
 from trimtab.lab.subjects import study_base
-from trimtab.runs import read_lines
+from trimtab.runs import RunFolder, read_lines
 from trimtab.train import RunConfig, resume
 from trimtab.train.config import with_values
 
@@ -51,7 +51,7 @@ def measure(folder: Path, *, steps: int = STEPS, warmup: int = WARMUP) -> dict[s
 
 def _compare(whole: Path, copy: Path, at: int) -> dict[str, Any]:
     """The records after a step: how many there are and how many differ, and the largest difference of the loss."""
-    first, second = ([x for x in read_lines(path / "log.jsonl") if x["step"] > at] for path in (whole, copy))
+    first, second = ([x for x in read_lines(RunFolder(path).log) if x["step"] > at] for path in (whole, copy))
     pairs = list(zip(first, second, strict=False))
     found: dict[str, Any] = {"records": len(first), "missing": abs(len(first) - len(second))}
     found |= {name: sum(a[name] != b[name] for a, b in pairs) for name in EXACT}
