@@ -29,19 +29,19 @@ Setting = dict[str, Any]  # "every": of the watcher; "warmup": whether there is 
 SETTINGS: dict[str, Setting] = {
     "plain": {},
     "SeqLenWarmup at full length": {"warmup": True},
-    "Watch every 10": {"every": 10},
+    "Watch every 4": {"every": 4},
     "Watch every 1": {"every": 1},
 }
 FULL = SeqLenWarmup(start=CONTEXT, end=CONTEXT, steps=1)
 
 
-def main(threads: int = 2, rounds: int = 9, steps: int = 10, batch: int = 8, depth: int = 4, width: int = 256) -> None:
+def main(threads: int = 2, rounds: int = 9, steps: int = 12, batch: int = 8, depth: int = 4, width: int = 256) -> None:
     """Measure what the callbacks add to a step.
 
     Args:
         threads: for everything that is measured
         rounds: how often every setting has its turn
-        steps: of each turn; a multiple of 10 has as many measurements as a long run
+        steps: of each turn; a multiple of 4 has as many measurements as a long run
         batch: sequences of 128 tokens in a step
         depth: of the model
         width: of the model
@@ -61,7 +61,7 @@ def measure(host: str, rounds: int, steps: int, batch: int, depth: int, width: i
             clock = Clock(build_model(depth, width))
             HOSTS[host](clock, setting, steps, batch)
             if counted:
-                # One number for a turn: a Watch every 10 steps has one expensive step in ten, which a median of single
+                # One number for a turn: a Watch every 4 steps has one expensive step in four, which a median of single
                 # steps would not see.
                 seconds[name].append(clock.mean())
     timings = {name: Timing(values) for name, values in seconds.items()}

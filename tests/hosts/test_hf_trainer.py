@@ -114,7 +114,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_watcher_sees_the_loss_of_its_own_step(tmp_path, accumulation):
     trainer = make(tmp_path, gradient_accumulation_steps=accumulation)
-    WatchCallback().attach(trainer)
+    WatchCallback(every=1).attach(trainer)
     trainer.train()
     seen = trainer.state.log_history
     watched = [row["watch/loss"] for row in seen if "watch/loss" in row]
@@ -145,7 +145,7 @@ def test_alarms_are_logged_and_counted(tmp_path, caplog):
     trainer = make(tmp_path)
     with torch.no_grad():
         trainer.model.transformer.h[0].mlp.c_fc.weight[0, 0] = math.nan
-    callback = WatchCallback()
+    callback = WatchCallback(every=1)
     callback.attach(trainer)
     with caplog.at_level("WARNING"):
         trainer.train()

@@ -117,7 +117,7 @@ def test_the_hook_of_a_data_module_is_kept(tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_watcher_sees_the_gradients_and_the_loss_of_its_own_step(tmp_path, accumulation):
     """Lightning computes gradients in a closure of the step, and divides the loss by the accumulation."""
-    module, watch = Module(bits=32), WatchCallback()
+    module, watch = Module(bits=32), WatchCallback(every=1)
     trainer = fit(tmp_path, module, watch, accumulate_grad_batches=accumulation, max_steps=4, gradient_clip_val=0.5)
     expected = [
         sum(module.losses[i : i + accumulation]) / accumulation for i in range(0, 4 * accumulation, accumulation)
@@ -153,7 +153,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
 
 
 def test_alarms_are_logged_and_counted(tmp_path, caplog):
-    module, watch = Module(), WatchCallback()
+    module, watch = Module(), WatchCallback(every=1)
     with torch.no_grad():
         next(p for name, p in module.named_parameters() if "weight" in name)[0, 0] = math.nan
     with caplog.at_level("WARNING"):

@@ -71,7 +71,7 @@ def train(trainer):
     trainer.model.register_forward_pre_hook(
         lambda model, _, kwargs: seen.append(dict(kwargs)) if model.training else None, with_kwargs=True
     )
-    watch = WatchCallback()
+    watch = WatchCallback(every=1)
     watch.attach(trainer)
     SeqLenWarmupCallback(WARMUP).attach(trainer)
     trainer.train()

@@ -29,7 +29,7 @@ class WatchCallback(Watching, Callback):
 
     Args:
         log_tensors: also log the signals of every tensor and layer.
-        deep_every: as in `Watch`; there it is 10, which takes 3 % of the time of a step with a few million parameters.
+        every, deep_every: as in `Watch`, where they are 1 and 10. At every step a small step takes 3 to 7 % longer.
     """
 
     _saved: Mapping[str, Any] | None = None  # of the checkpoint, until the training starts

@@ -14,8 +14,9 @@ _log = logging.getLogger(__name__)
 class Watching:
     """A `trimtab.Watch` that lives as long as a training of its host."""
 
-    def __init__(self, *, log_tensors: bool = False, deep_every: int = 50, **options: Any) -> None:
-        self.log_tensors, self.options = log_tensors, {**options, "deep_every": deep_every}
+    # At every step, `Watch` takes 3 to 7 % of the time of a small step; every four, as in `trimtab train`, 1 to 2 %.
+    def __init__(self, *, log_tensors: bool = False, every: int = 4, deep_every: int = 50, **options: Any) -> None:
+        self.log_tensors, self.options = log_tensors, {**options, "every": every, "deep_every": deep_every}
         self.watch: Watch | None = None
         self.alarms: list[Alarm] = []  # of this run
         self._losses: list[Tensor] = []  # of the batches of this step
