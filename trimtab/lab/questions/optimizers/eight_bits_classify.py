@@ -2,20 +2,11 @@
 
 GLUE needs a pretrained model. Here a Transformer encoder learns from which of 20 modules of the standard library 64
 bytes come (trimtab/lab/classification.py); the loss is that of the held-out fifth of each module, and guessing has
-ln 20 = 3.0. As in the paper's finetuning there is no stable embedding.
+ln 20 = 3.0. As in the paper's finetuning there is no stable embedding. Arms and rules are those of `eight-bits-clip`.
 """
 
-from trimtab.lab.questions.optimizers.eight_bits import LATER, OURS, PUBLISHED, no_worse
-from trimtab.lab.questions.question import Checks, Evidence, Question
-
-SIZE = "2x64"
-ARMS = {"32 bits": (), "published": (PUBLISHED,), "published, blocks of 256": (LATER,), "8 bits": (OURS,)}
-
-
-def check(found: Evidence) -> Checks:
-    for arm in list(ARMS)[1:]:
-        yield no_worse(found, arm, size=SIZE)
-
+from trimtab.lab.questions.optimizers.eight_bits_clip import ARMS, SIZE, check
+from trimtab.lab.questions.question import Question
 
 QUESTION = Question(
     "eight-bits-classify",
