@@ -4,12 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
+from trimtab.lab.changing import is_changed
+from trimtab.lab.questions.low_precision import stable_adamw as changing_clip
 from trimtab.lab.questions.low_precision.rms_spikes import PATCHES
 from trimtab.lab.study import Cell
 from trimtab.runs.reader import Run
 from trimtab.train.zero_shot import ZeroShot
 
-TENSORS = (PATCHES, *(f"blocks.{i}.weight" for i in range(7)))
+TENSORS = (PATCHES, changing_clip.PATCHES, *(f"blocks.{i}.weight" for i in range(7)))
 STALE = 5.0  # an RMS_t that is a spike
 
 
@@ -72,7 +74,18 @@ def late_rms_spikes(cell: Cell) -> dict:
 def stable_adamw(cell: Cell) -> dict:
     stable, spiky = cell.arm == "StableAdamW", cell.arm == "AdamW"
     made = log(spikes=3 * spiky, level=0.5 if stable else 1.0, most=STALE if spiky else 1.0)
-    return {"loss": 1.0, "log": made, "classify": zero_shot(0.9 if stable else 0.8)}
+    return {"loss": 0.9 if stable else 1.0, "log": made}
+
+
+def stale_moment(cell: Cell) -> dict:
+    """Where gradients are larger, RMS_t is high and the loss rises: least with StableAdamW."""
+    rise = {"AdamW": 0.3, "AdamW, beta2 0.999": 0.6, "AdamW, clipping": 0.2, "AdamW, beta2 0.9": 0.2}.get(cell.arm, 0.1)
+    run = Run(Path())
+    for step in range(1, 601):
+        changed = is_changed(step)
+        run.log.add(step, [("loss", 2 + rise * changed)])
+        run.signals.add(step, [(f"tensors/{name}/rms", STALE if changed else 1.0) for name in TENSORS])
+    return {"loss": 2 + rise, "log": run}
 
 
 PAPERS = {
@@ -81,5 +94,6 @@ PAPERS = {
     "spikes": spikes,
     "rms-spikes": rms_spikes,
     "stable-adamw": stable_adamw,
+    "stale-moment": stale_moment,
 }
 OTHERS = {"float8": float8_harmless, "spikes": always_spikes, "rms-spikes": late_rms_spikes}

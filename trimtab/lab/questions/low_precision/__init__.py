@@ -8,6 +8,7 @@ from trimtab.lab.questions.low_precision import (
     rms_spikes,
     spikes,
     stable_adamw,
+    stale_moment,
     switchback,
     weight_gradient,
 )
@@ -23,6 +24,7 @@ QUESTIONS = tuple(
         spikes,
         rms_spikes,
         stable_adamw,
+        stale_moment,
     )
 )
 OUT_OF_REACH = (

@@ -2,12 +2,17 @@
 
 The paper, CLIP ViT-Huge at beta2 0.99: AdamW collapses; a lower beta2 and gradient clipping at 1 prevent spikes;
 StableAdamW, whose step is shorter while the second moment is stale, has none and the best accuracy. Staleness is
-RMS_t, highest in the patch embedding. Here a CLIP on drawn shapes, at two learning rates, without a decay of the
-learning rate, as in the question about spikes.
+RMS_t, highest in the patch embedding; the paper suspects that it follows a change of the learning signal.
+
+Here a CLIP on drawn shapes, whose contrast is four times as large in 40 of every 200 steps (trimtab/lab/changing.py),
+at two learning rates at which it trains. This is the second design: in the first (docs/log.md) the input did not
+change, and at the higher learning rate only the run with clipping trained. Tried before, with seed 100 at 0.003: a late
+loss of 0.05 with AdamW, 0.001 with clipping and 0.6 with StableAdamW. The question stale-moment has a GPT.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +20,10 @@ from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.findings import Status
 from trimtab.analysis.one_run import losses_of, rms_of
 from trimtab.analysis.spike_counts import RULES, large_spikes
-from trimtab.lab.questions.low_precision.clip_int8 import accuracy_table, at_best
-from trimtab.lab.questions.low_precision.rms_spikes import PATCHES, line
+from trimtab.lab.questions.low_precision import rms_spikes
+from trimtab.lab.questions.low_precision.rms_spikes import line
 from trimtab.lab.questions.low_precision.spikes import STEPS, UNSTEADY, describe, more
-from trimtab.lab.questions.question import Checks, Evidence, Question, S, Values, falls, judge, mean
+from trimtab.lab.questions.question import Checks, Evidence, Question, S, falls, judge, mean
 from trimtab.runs.reader import Floats, Ints, Run
 
 Series = Callable[[Run], tuple[Ints, Floats]]
@@ -30,9 +35,14 @@ ARMS = {
     "StableAdamW": ("beta2=0.99", "stable-adamw"),
 }
 PLAIN, CLIPPING, LOWER, STABLE = ARMS
-LRS = (3e-3, 1e-2)
+LRS = (1e-3, 3e-3)
 HIGH = LRS[-1]
-PICTURE = 1 / 40
+PATCHES = f"clip.{rms_spikes.PATCHES}"  # the patch embedding
+CHANGING: Mapping[str, Any] = {  # of any subject of trimtab.lab.changing
+    **{name: value for name, value in UNSTEADY.items() if not name.startswith("model.")},
+    "optim.clip_norm": None,
+    "optim.eps": 1e-6,
+}
 TAIL = 100  # last steps whose loss is compared: a single one may be in a spike
 
 
@@ -45,9 +55,8 @@ def check(found: Evidence) -> Checks:
     for arm in (PLAIN, CLIPPING, LOWER):
         values = {name: late[name] for name in (arm, STABLE)}
         yield judge(f"its loss is lower than that of {arm}", values, falls, note=note)
-    accuracies: Values = {arm: fmean(x.top1 for x in runs) if (runs := at_best(found, arm)) else None for arm in ARMS}
-    claim = "its zero-shot accuracy is at most one picture (2.5 points) below that of the others, at their best rates"
-    yield judge(claim, accuracies, lambda *values: values[-1] >= max(values[:-1]) - PICTURE)
+    claim = "its validation loss is the lowest of all, each at its best learning rate"
+    yield judge(claim, found.best(*ARMS, size=S), lambda *losses: losses[-1] == min(losses))
     stale = {arm: highest_rms(found, arm) for arm in (PLAIN, LOWER)}
     claim = "RMS_t of the patch embedding is above 2.3 with beta2 0.99 and lower with 0.9"
     yield judge(claim, stale, lambda a, b: a >= RULES.rms and b < a, note="highest after the first steps, mean of runs")
@@ -86,7 +95,6 @@ def tables(found: Evidence) -> Iterable[Table]:
                 rows.append((f"{lr:g}", arm, *told))
     columns = ("learning rate", "arm", "large spikes per run", "loss spikes per run", "highest loss ratio")
     yield Table("Spikes, means over seeds", (*columns, "late loss", "highest RMS_t, patch embedding"), rows)
-    yield accuracy_table(found, ARMS)
 
 
 def figures(found: Evidence) -> Iterable[Figure]:
@@ -115,8 +123,9 @@ QUESTION = Question(
     seeds=4,
     steps=STEPS,
     paper="P1",
-    subject="clip-lab",
-    fields=UNSTEADY,
+    subject="trimtab.lab.changing:clip",
+    fields=CHANGING,
     figures=figures,
     tables=tables,
+    measured=5.0,
 )
