@@ -53,7 +53,7 @@ def reached(loss: float, cost: float) -> tuple[Evaluation, ...]:
 
 def headline(cell: Cell, factor: float = 2.0) -> dict:
     warm = cell.arm == "sequence length"
-    loss = 2 + 0.1 * abs(math.log10(cell.lr / 0.03)) - 0.2 * warm
+    loss = 2 + 0.1 * abs(math.log10(cell.lr / 0.015)) - 0.2 * warm
     runs = measured(0, 1.0, evaluations=reached(loss, 1 / factor if warm else 1.0))
     return {"loss": loss, "analysis": runs, "words": LastWords(0.5, 0.0, 20.0, 256)}
 

@@ -40,9 +40,9 @@ ALWAYS = ("warmup=0.2",)  # of the learning rate: 50 steps
 Number = Callable[[Analysis], float]
 
 
-def average(found: Evidence, arm: str, number: Number, lr: float = LR) -> float | None:
+def average(found: Evidence, arm: str, number: Number, lr: float = LR, size: str = SIZE) -> float | None:
     """Mean over the seeds; None if runs are missing."""
-    return mean(number(run) for run in found.analyses(arm, SIZE, lr)) if found.curve(arm, SIZE) else None
+    return mean(number(run) for run in found.analyses(arm, size, lr)) if found.curve(arm, size) else None
 
 
 def unstable(run: Analysis) -> float:
@@ -79,7 +79,7 @@ def ratio_line(name: str, run: Analysis) -> Line:
     return Line(name, [int(x) for x in ends], [float(part.max()) for part in parts if len(part)])
 
 
-def ratio_table(found: Evidence, arms: Sequence[tuple[str, float]]) -> Table:
+def ratio_table(found: Evidence, arms: Sequence[tuple[str, float]], size: str = SIZE) -> Table:
     """The paper's counts, with the noise beside them; means over the seeds."""
     limits = (1.1, 1.2, 1.5)
     columns = ("arm", "lr", "steps", *(f"above {x}" for x in limits), "largest", "noise", "√v max, first tenth")
@@ -90,7 +90,7 @@ def ratio_table(found: Evidence, arms: Sequence[tuple[str, float]]) -> Table:
         noise,
         early_variance,
     ]
-    rows = [(arm, lr, *(average(found, arm, number, lr) for number in numbers)) for arm, lr in arms]
+    rows = [(arm, lr, *(average(found, arm, number, lr, size) for number in numbers)) for arm, lr in arms]
     return Table("Loss ratios", columns, rows)
 
 
