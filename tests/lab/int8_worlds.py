@@ -15,13 +15,13 @@ TENSORS = (PATCHES, changing_clip.PATCHES, *(f"blocks.{i}.weight" for i in range
 STALE = 5.0  # an RMS_t that is a spike
 
 
-def log(*, spikes=0, ahead=3, level=1.0, false=0, most=STALE, features=1.0) -> Run:
+def log(*, spikes=0, ahead=3, level=1.0, false=0, most=STALE, features=1.0, height=3.0) -> Run:
     """600 steps at a loss of `level`. Each spike begins one step after the last and is highest two steps later; RMS_t
     of all tensors is high `ahead` steps before it begins, and of one tensor at other steps (`false`)."""
     losses = level * (1 + 0.01 * np.random.default_rng(0).standard_normal(600))
     stale = set()
     for onset in range(100, 100 + 60 * spikes, 60):
-        losses[onset - 1 : onset + 3] = level * np.array([1.4, 1.9, 3.0, 2.0])
+        losses[onset - 1 : onset + 3] = level * np.array([1.4, 1.9, height, 2.0])
         stale.add(onset - ahead)
     other = {130 + 60 * i for i in range(false)}
     run = Run(Path())
@@ -55,11 +55,11 @@ def float8_harmless(cell: Cell) -> dict:
 
 
 def spikes(cell: Cell) -> dict:
-    count = {"beta2 0.9": 0, "beta2 0.99": 2, "beta2 0.999": 4, "batch 55": 0, "batch 110": 1}[cell.arm]
-    return {"loss": 1.0, "log": log(spikes=count + (cell.lr > 5e-3))}
+    height = {"beta2 0.9": 2, "beta2 0.99": 4, "beta2 0.999": 6, "batch 55": 2, "batch 110": 3}[cell.arm]
+    return {"loss": 1.0, "log": log(spikes=3, height=height * (2 if cell.lr > 2e-3 else 1))}
 
 
-def always_spikes(cell: Cell) -> dict:
+def equal_spikes(cell: Cell) -> dict:
     return {"loss": 1.0, "log": log(spikes=3)}
 
 
@@ -96,4 +96,4 @@ PAPERS = {
     "stable-adamw": stable_adamw,
     "stale-moment": stale_moment,
 }
-OTHERS = {"float8": float8_harmless, "spikes": always_spikes, "rms-spikes": late_rms_spikes}
+OTHERS = {"float8": float8_harmless, "spikes": equal_spikes, "rms-spikes": late_rms_spikes}

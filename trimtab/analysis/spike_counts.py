@@ -7,6 +7,7 @@
 The rules are those that docs/results/spikes.md fixed for runs of a few hundred steps.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -94,6 +95,17 @@ def large_spikes(run: Run, rules: SpikeRules = RULES) -> list[tuple[int, int]]:
         if not height < LARGE * usual[np.searchsorted(steps, span[0])]:
             found.append((span[0], peak))
     return found
+
+
+def highest_rise(run: Run, rules: SpikeRules = RULES) -> float:
+    """The highest loss above the usual one before it, as a share of the first loss. Unlike a ratio it does not grow
+    where the usual loss is near zero."""
+    steps, losses = losses_of(run)
+    usual, _ = running_range(losses, rules.window)
+    rises = (losses - usual)[(steps > rules.ignore) & np.isfinite(usual)]
+    if not len(rises):
+        return math.nan
+    return float(np.nan_to_num(rises, nan=math.inf).max() / losses[0])
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def reproduce(
 ) -> int:
     """Reproduce the papers: run the study of every question and write the pages with the answers.
 
-    The same command continues where it was stopped: trimtab reproduce, or trimtab reproduce qk-norm beta2
+    The same command continues where it was stopped: trimtab reproduce, or trimtab reproduce qk-norm z-loss
 
     Args:
         questions: names (`trimtab lab --list`); default: all

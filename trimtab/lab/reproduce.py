@@ -112,7 +112,7 @@ def _from_runs(question: Question, folder: Path, cores: int) -> dict[str, Any]:
             *((curves_table(curves),) if question.curves else ()),
             *(question.tables(evidence) if question.tables else ()),
         ),
-        "design": _describe(study, len(runs)),
+        "design": describe(study, len(runs)),
         "minutes": sum(result.seconds for result in runs) / 60 / cores,
     }
 
@@ -129,7 +129,7 @@ def _from_numbers(question: Measurement, folder: Path) -> dict[str, Any]:
     }
 
 
-def _describe(study: Study, runs: int) -> str:
+def describe(study: Study, runs: int | str) -> str:
     """What was run, in a sentence."""
     arms = "; ".join(f"{arm.name}: {', '.join(arm.switches) or 'as it is'}" for arm in study.arms)
     sizes, lrs = ", ".join(size.name for size in study.sizes), ", ".join(f"{lr:g}" for lr in study.lrs)

@@ -24,6 +24,7 @@ RULE = (
     "first claim or at least half of them hold, **not** otherwise; it has **no answer** if runs are missing for a "
     "claim. The rules were there before the runs."
 )
+VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "no answer")
 MARKS = {True: "yes", False: "no", None: "not enough runs"}
 
 
@@ -54,11 +55,22 @@ def _write(path: Path, text: str) -> Path:
     return path
 
 
+def summarize(answers: Sequence[Answer]) -> list[str]:
+    """A table with a row per paper: how many of its questions have which answer, and how many of its claims hold."""
+    rows: list[list[Cell]] = []
+    for paper, title in PAPERS.items():
+        mine = [answer for answer in answers if answer.paper == paper]
+        checks = [check for answer in mine for check in answer.checks]
+        held = f"{sum(bool(check.passed) for check in checks)} of {len(checks)}"
+        counts = [str(sum(answer.verdict == verdict for answer in mine)) for verdict in VERDICTS[:3]]
+        rows.append([title, str(len(mine)), *counts, held])
+    return _rows(("paper", "questions", *VERDICTS[:3], "claims that hold"), rows)
+
+
 def _overview(
     answers: Sequence[Answer], missing: Sequence[tuple[Paper, str, str]], out_of_reach: Sequence[OutOfReach]
 ) -> str:
-    verdicts: list[Verdict] = ["reproduced", "partly", "not", "no answer"]
-    counts = {verdict: sum(answer.verdict == verdict for answer in answers) for verdict in verdicts}
+    counts = {verdict: sum(answer.verdict == verdict for answer in answers) for verdict in VERDICTS}
     found = ", ".join(f"{n} {verdict}" for verdict, n in counts.items() if n)
     found += f"; {len(missing)} not run yet" if missing else ""
     minutes = sum(answer.minutes for answer in answers)
@@ -70,6 +82,8 @@ def _overview(
         "`trimtab reproduce` runs all of them and writes these pages; `trimtab reproduce NAME` one.",
         "",
         RULE,
+        "",
+        *summarize(answers),
         "",
     ]
     rows = [(paper, text, "not run yet", f"`trimtab reproduce {name}`") for paper, name, text in missing]
