@@ -16,15 +16,15 @@ from statistics import fmean, median
 
 import numpy as np
 
-from trimtab.analysis.answers import Figure, Panel, Table
+from trimtab.analysis.answers import Figure, Line, Panel, Table
 from trimtab.analysis.findings import Status
 from trimtab.analysis.one_run import losses_of, rms_of
 from trimtab.analysis.spike_counts import RULES
 from trimtab.lab.changing import LENGTH, ROWS, is_changed
-from trimtab.lab.questions.low_precision.rms_spikes import line
 from trimtab.lab.questions.low_precision.spikes import STEPS
 from trimtab.lab.questions.low_precision.stable_adamw import ARMS as COMPARED
 from trimtab.lab.questions.low_precision.stable_adamw import CHANGING
+from trimtab.lab.questions.proxies.figures import smooth
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge, mean
 from trimtab.runs.reader import Run
 
@@ -106,11 +106,27 @@ def tables(found: Evidence) -> Iterable[Table]:
 def figures(found: Evidence) -> Iterable[Figure]:
     panels = []
     for lr in LRS:
-        runs = {arm: logs[0] for arm in ARMS if (logs := found.logs(arm, SIZE, lr))}
-        around = (BEGUN[0] - 50, BEGUN[0] + 150)
-        panels.append(Panel(f"learning rate {lr:g}", [line(arm, *losses_of(run), around) for arm, run in runs.items()]))
-    title = f"Training loss of one seed; gradients are larger in steps {BEGUN[0]} to {BEGUN[0] + LENGTH - 1}"
-    yield Figure(name="losses", title=title, x="step", y="training loss", panels=panels)
+        plain = _mean_losses(found, PLAIN, lr)
+        lines = []
+        for arm in ARMS:
+            losses = _mean_losses(found, arm, lr)
+            if arm != PLAIN and plain and losses:
+                steps = sorted(plain.keys() & losses.keys())
+                differences = tuple((step, losses[step] - plain[step]) for step in steps)
+                lines.append(Line(arm, steps, [value for _, value in smooth(differences, LEAD)]))
+        panels.append(Panel(f"learning rate {lr:g}", lines))
+    phases = " and ".join(f"{begin} to {begin + LENGTH - 1}" for begin in BEGUN)
+    title = f"Training loss minus that of {PLAIN}; gradients are larger in steps {phases}"
+    yield Figure(
+        name="differences", title=title, x="step", y=f"nats, means of seeds and of {LEAD} steps", panels=panels
+    )
+
+
+def _mean_losses(found: Evidence, arm: str, lr: float) -> dict[int, float]:
+    """By step, of the seeds, which see the same batches in every arm; only steps that all of them have."""
+    runs = [dict(zip(*(x.tolist() for x in losses_of(run)), strict=True)) for run in found.logs(arm, SIZE, lr)]
+    steps = set.intersection(*(set(run) for run in runs)) if runs else set()
+    return {step: fmean(run[step] for run in runs) for step in steps}
 
 
 QUESTION = Question(
