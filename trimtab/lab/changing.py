@@ -47,8 +47,8 @@ class ChangingCLIP(nn.Module):
         super().__init__()
         heads = count_heads(width)
         image = replace(CLIP_SIZES["tiny"], depth=depth, width=width, heads=heads, patch=PATCH, embed=width)
-        text = {"text_depth": max(depth // 2, 1), "text_width": width, "text_heads": heads}
-        self.clip = CLIP(replace(image, **text, context=WORDS, vocab=vocab))
+        text = replace(image, text_depth=max(depth // 2, 1), text_width=width, text_heads=heads, context=WORDS)
+        self.clip = CLIP(replace(text, vocab=vocab))
 
     def forward(self, images: Tensor, captions: Tensor) -> Tensor:
         if self.training:
