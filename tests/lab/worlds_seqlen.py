@@ -30,7 +30,7 @@ def dilemma(cell: Cell, sign: int = 1) -> dict:
 
 def length(cell: Cell, sign: int = 1) -> dict:
     size = int(cell.arm.split()[1])
-    return {"loss": 2 + sign / size, "analysis": measured(50 + sign * size / 2, 3 + sign * size / 50)}
+    return {"loss": 2 + sign / size, "analysis": measured(40 + sign * size / 4, 4 + sign * size / 50)}
 
 
 def seqlen_warmup(cell: Cell, sign: int = 1) -> dict:

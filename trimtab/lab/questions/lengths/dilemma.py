@@ -3,7 +3,7 @@
 correlates with the sum and the maximum of √v (r about 0.2, p near 0), which are highest near the learning rate's peak.
 
 Here 8x32 on 1.0 million tokens, the batch and the steps exchanged. Steps of one run are not independent, so p is too
-small. The noise of a small batch is high: a step counts above 1.2 times the noise of its own run (unstable.py). β₂ is
+small. The noise of a small batch is high: a step counts above 1.2 times the noise of its arm (unstable.py). β₂ is
 0.95: it forgets within the learning-rate warmup, as 0.999 does within the paper's 3,000 steps; 0.999 is a third arm.
 """
 
@@ -20,7 +20,8 @@ from trimtab.lab.questions.lengths.unstable import (
     STEPS,
     above_noise,
     average,
-    noise,
+    floor,
+    over_floor,
     ratio_line,
     ratio_table,
     unstable,
@@ -35,17 +36,15 @@ CERTAIN = 0.01
 
 
 def check(found: Evidence) -> Checks:
-    floors = {arm: average(found, arm, noise, LRS[0]) for arm in (SMALL, LARGE)}
+    floors = {arm: floor(found, arm, LRS[0]) for arm in (SMALL, LARGE)}
     beside = "noise at the lowest rate: " + ", ".join(f"{arm} {x:.3g}" for arm, x in floors.items() if x)
-    by_rate = {f"{lr:g}": average(found, LARGE, unstable, lr) for lr in LRS}
-    yield judge("the share of unstable steps grows with the learning rate", by_rate, _grows, note=beside)
-    by_rate = {f"{lr:g}": average(found, LARGE, above_noise, lr) for lr in LRS}
-    yield judge("the largest loss ratio over the noise grows with the learning rate", by_rate, _grows)
     for claim, number in (
         ("the share of unstable steps", unstable),
         ("the largest loss ratio over the noise", above_noise),
     ):
-        by_batch = {arm: average(found, arm, number, LRS[-1]) for arm in (SMALL, LARGE)}
+        by_rate = {f"{lr:g}": over_floor(found, LARGE, number, lr, LRS[0]) for lr in LRS}
+        yield judge(f"{claim} grows with the learning rate", by_rate, _grows, note=beside)
+        by_batch = {arm: over_floor(found, arm, number, LRS[-1], LRS[0]) for arm in (SMALL, LARGE)}
         yield judge(f"{claim} grows with the batch, at {LRS[-1]:g}", by_batch, _grows)
     claim = (
         f"the loss ratio correlates with the sum or the maximum of √v (r above 0, p below {CERTAIN}; median of seeds)"

@@ -9,16 +9,18 @@ smaller batches were noise. Tried before with seed 100 at 0.3: a highest loss ra
 warmup, and a loss of 2.93 and 2.92.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.findings import Result, Status
+from trimtab.analysis.one_run import Analysis
 from trimtab.lab.questions.lengths.large import ALWAYS, FIELDS, SIZE, STEPS, WARMUP
 from trimtab.lab.questions.lengths.unstable import (
     Number,
     above_noise,
     average,
     early_variance,
+    over_floor,
     ratio_line,
     ratio_table,
     unstable,
@@ -39,14 +41,16 @@ LRS = (0.1, 0.3)
 
 def check(found: Evidence) -> Checks:
     pair = (FULL, WARM)
-    yield judge("sequence length warmup has a smaller share of unstable steps", _means(found, pair, unstable), falls)
-    yield judge("its largest loss ratio over the noise is smaller", _means(found, pair, above_noise), falls)
+    yield judge(
+        "sequence length warmup has a smaller share of unstable steps", _over_floor(found, pair, unstable), falls
+    )
+    yield judge("its largest loss ratio over the noise is smaller", _over_floor(found, pair, above_noise), falls)
     yield judge("its largest √v in the first tenth of the run is smaller", _means(found, pair, early_variance), falls)
     yield judge("its final loss is not higher", _losses(found, pair), at_most(1))
     seconds = {arm: mean(run.seconds for run in _runs(found, arm) if run.status == Status.DONE) for arm in pair}
     yield judge("it takes less time", seconds, falls, note="runs that did not stop early")
-    yield judge("it is more stable than batch-size warmup", _means(found, (BATCH, WARM), unstable), falls)
-    clips = {f"ratio, {arm}": x for arm, x in _means(found, (*CLIPS, WARM), above_noise).items()}
+    yield judge("it is more stable than batch-size warmup", _over_floor(found, (BATCH, WARM), unstable), falls)
+    clips = {f"ratio, {arm}": x for arm, x in _over_floor(found, (*CLIPS, WARM), above_noise).items()}
     clips |= {f"loss, {arm}": x for arm, x in _losses(found, (*CLIPS, WARM)).items()}
     claim = "each lower clipping is less stable (largest loss ratio over the noise) or ends with a higher loss"
     yield judge(claim, clips, lambda r1, r2, r, l1, l2, loss: all((r1 > r or l1 > loss, r2 > r or l2 > loss)))
@@ -58,10 +62,16 @@ def _runs(found: Evidence, arm: str) -> list[Result]:
 
 def _means(found: Evidence, arms: Iterable[str], number: Number) -> Values:
     """Over both learning rates."""
-    by_rate = {arm: [average(found, arm, number, lr, SIZE) for lr in LRS] for arm in arms}
-    return {
-        arm: None if None in values else mean(x for x in values if x is not None) for arm, values in by_rate.items()
-    }
+    return {arm: _mean([average(found, arm, number, lr, SIZE) for lr in LRS]) for arm in arms}
+
+
+def _over_floor(found: Evidence, arms: Iterable[str], number: Callable[[Analysis, float], float]) -> Values:
+    """Over both learning rates."""
+    return {arm: _mean([over_floor(found, arm, number, lr, LRS[0], SIZE) for lr in LRS]) for arm in arms}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    return None if None in values else mean(x for x in values if x is not None)
 
 
 def _losses(found: Evidence, arms: Iterable[str]) -> Values:

@@ -7,9 +7,11 @@ two to seven of 250 steps are above 1.2, at 1.0 about eighty: that is the unstab
 the first steps explode in every arm, which is another effect.
 
     loss ratio        loss over the best loss before it                          Li et al. 2022
-    noise             95th percentile of the loss ratio in the last fifth of the same run, over the lowest one there: a
-                      run that never recovers has a high ratio in all of it, which is no noise
+    noise             95th percentile of the loss ratio in the last fifth of a run, over the lowest one there: a run
+                      that never recovers has a high ratio in all of it, which is no noise
     unstable steps    share of the steps with a loss ratio above 1.2 times the noise, in percent
+
+The noise of an arm is that of its runs at the lowest learning rate: at a high one it is a part of the failure.
 """
 
 import math
@@ -45,9 +47,14 @@ def average(found: Evidence, arm: str, number: Number, lr: float = LR, size: str
     return mean(number(run) for run in found.analyses(arm, size, lr)) if found.curve(arm, size) else None
 
 
-def unstable(run: Analysis) -> float:
+def floor(found: Evidence, arm: str, lr: float, size: str = SIZE) -> float | None:
+    """The noise of an arm, from a learning rate at which it trains."""
+    return average(found, arm, noise, lr, size)
+
+
+def unstable(run: Analysis, floor: float) -> float:
     """Percent of the steps."""
-    return 100 * run.ratios.above(LIMIT * noise(run)) / max(len(run.ratios.ratios), 1)
+    return 100 * run.ratios.above(LIMIT * floor) / max(len(run.ratios.ratios), 1)
 
 
 def noise(run: Analysis) -> float:
@@ -62,9 +69,17 @@ def highest(run: Analysis) -> float:
     return min(run.ratios.highest, MOST)
 
 
-def above_noise(run: Analysis) -> float:
+def above_noise(run: Analysis, floor: float) -> float:
     """The largest loss ratio over the noise."""
-    return highest(run) / noise(run)
+    return highest(run) / floor
+
+
+def over_floor(
+    found: Evidence, arm: str, number: Callable[[Analysis, float], float], lr: float, quiet: float, size: str = SIZE
+) -> float | None:
+    """Mean over the seeds of a number that needs the noise of the arm; `quiet` is the learning rate that has it."""
+    least = floor(found, arm, quiet, size)
+    return None if least is None else average(found, arm, lambda run: number(run, least), lr, size)
 
 
 def early_variance(run: Analysis) -> float:
