@@ -65,7 +65,7 @@ def together(cell: Cell, conflict: float = 0.0) -> dict:
 
 
 def together_edge(cell: Cell, sign: int = 1) -> dict:
-    steep = 0.3 + 0.2 * sign * (1 if cell.arm == "plain" else -1)
+    steep = 0.3 + 0.2 * sign * {"plain": 1, "qk-norm": 0, "all": -1}[cell.arm]
     return {"loss": 2 + steep * math.log10(cell.lr / 0.01) ** 2}
 
 

@@ -2,12 +2,14 @@
 qk-norm, z-loss and sequence length warmup at once; Wortsman et al. 2023b measure it by learning-rate sensitivity.
 
 Here 2x128 on the same tokens over two and a half decades of learning rates. The edge is where the loss crosses the
-limit of the lab, 0.1 nats above the best or two standard errors, between two rates of the grid.
+limit of the lab, 0.1 nats above the best or two standard errors, between two rates of the grid. Since `together` found
+that qk-norm alone does most at high learning rates, it is an arm of its own.
 """
 
 from trimtab.lab.questions.all_parts.together import ALL, ARMS, FIELDS, PLAIN, SIZE, STEPS
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, falls, judge
 
+QK_NORM = "qk-norm"
 LRS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -16,6 +18,9 @@ def check(found: Evidence) -> Checks:
     edges: Values = {arm: _edge(found, arm) for arm in (PLAIN, ALL)}
     claim = f"their edge of stability is at a higher learning rate ({LRS[-1]:g}: at the end of the grid or above)"
     yield judge(claim, edges, lambda plain, together: together > plain)
+    alone: Values = {arm: _edge(found, arm) for arm in (QK_NORM, ALL)}
+    claim = "it is also higher than with qk-norm alone"
+    yield judge(claim, alone, lambda norm, together: together > norm)
     claim = "their best loss is at most that of plain AdamW"
     yield judge(claim, found.best(PLAIN, ALL, size=SIZE), lambda plain, together: together <= plain)
 
@@ -32,7 +37,7 @@ def _edge(found: Evidence, arm: str) -> float | None:
 QUESTION = Question(
     "together-edge",
     __doc__,
-    {arm: ARMS[arm] for arm in (PLAIN, ALL)},
+    {arm: ARMS[arm] for arm in (PLAIN, ALL, QK_NORM)},
     check,
     sizes=(SIZE,),
     lrs=LRS,

@@ -12,3 +12,4 @@ SIZE, STEPS = "4x32", 120
 FIELDS = unstable.FIELDS | {"model.context": 128, "batch": 128, "eval_batches": 2, "watch.every": 4}
 ALWAYS = ("warmup=0.05",)
 WARMUP = "seqlen-warmup=0.6"
+BATCH_WARMUP = "batch-warmup=0.32"  # as many tokens per step

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from trimtab.analysis.answers import Figure, Panel, Table
 from trimtab.analysis.findings import Result, Status
 from trimtab.analysis.one_run import Analysis
-from trimtab.lab.questions.lengths.large import ALWAYS, FIELDS, SIZE, STEPS, WARMUP
+from trimtab.lab.questions.lengths.large import ALWAYS, BATCH_WARMUP, FIELDS, SIZE, STEPS, WARMUP
 from trimtab.lab.questions.lengths.unstable import (
     Number,
     above_noise,
@@ -33,7 +33,7 @@ CLIPS = ("clip 0.5", "clip 0.25")
 ARMS = {
     FULL: (),
     WARM: (WARMUP,),
-    BATCH: ("batch-warmup=0.32",),
+    BATCH: (BATCH_WARMUP,),
     **{clip: (clip.replace(" ", "="),) for clip in CLIPS},
 }
 LRS = (0.1, 0.3)
