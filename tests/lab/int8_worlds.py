@@ -44,9 +44,7 @@ def clip_int8(cell: Cell) -> dict:
 
 
 def float8(cell: Cell) -> dict:
-    lost = {"tensorwise": 200 * cell.lr, "tensorwise, layer-scale": 50 * cell.lr, "SwitchBack": cell.lr}.get(
-        cell.arm, 0
-    )
+    lost = {"tensorwise": 2.0, "tensorwise, layer-scale": 0.5, "SwitchBack": 0.01}.get(cell.arm, 0)
     return {"loss": 1.0 + lost, "log": log(features=1.0 if "layer-scale" in cell.arm else 10.0)}
 
 

@@ -2,9 +2,11 @@
 
 The paper, CLIP ViT-Large and -Huge: with one scale per tensor in all products training diverges, while ViT-Base loses a
 few points. SwitchBack in float8 (a scale per row, the weight gradient not quantized) trains as bfloat16 does, and so
-does one scale per tensor if residual branches begin at zero (layer-scale), because features then stay small. Here a
-CLIP with eight image blocks of width 32, at a high and at its usual learning rate. Whether a model of this size shows a
-loss at all was tried with seed 100, at 200 steps: 3.10 against 2.78 at learning rate 0.01.
+does one scale per tensor if residual branches begin at zero (layer-scale), because features then stay small.
+
+Here a GPT of 147k parameters on bytes, whose seeds differ by less than 1 %. This is the second design: in the first, a
+CLIP with eight image blocks (docs/log.md), seeds differed by more than the arms, and at the higher learning rate float
+failed too. Float8 products are simulated: values are rounded, and multiplied in float32.
 """
 
 import math
@@ -15,10 +17,9 @@ import numpy as np
 
 from trimtab.analysis.answers import Figure, Line, Panel, Table
 from trimtab.lab.questions.low_precision.traces import loss_panels
-from trimtab.lab.questions.question import Checks, Evidence, Question, falls, judge, mean
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Question, judge, mean
 
-DEEP = "8x32"
-LRS = (3e-3, 1e-2)
+LRS = (1e-2, 3e-2)
 ARMS: Mapping[str, tuple[str, ...]] = {
     "float": (),
     "float, layer-scale": ("layer-scale=0",),
@@ -27,44 +28,53 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "SwitchBack": ("fp8-switchback",),
 }
 FAILS = 0.1  # of what training gained with float: this much lost is a failure
-HELD = 0.02  # this little lost is none
+SEEN = 0.01  # this much is more than seeds differ by
 SMALLER = 3  # times smaller features with layer-scale
 
 
 def check(found: Evidence) -> Checks:
-    high = LRS[-1]
-    lost = lost_share(found, "tensorwise", "float", high)
-    claim = f"one scale per tensor fails at learning rate {high:g}: it loses at least 10% of what float gained"
-    yield judge(claim, {"lost": lost}, lambda x: x >= FAILS)
-    claim = "SwitchBack in float8 loses at most 2% there"
-    yield judge(claim, {"lost": lost_share(found, "SwitchBack", "float", high)}, lambda x: x <= HELD)
-    helped = lost_share(found, "tensorwise, layer-scale", "float, layer-scale", high)
+    lost = {
+        name: worst(found, name, reference_of(name)) for name in ARMS if name not in ("float", "float, layer-scale")
+    }
+    tensorwise = {"lost": lost["tensorwise"]}
+    note = "share of what float gained, at the worse learning rate"
+    claim = "one scale per tensor fails: it loses at least 10% of what float gained"
+    yield judge(claim, tensorwise, lambda x: x >= FAILS, note=note)
+    yield judge("it loses at least 1%, more than seeds differ by", tensorwise, lambda x: x >= SEEN, note=note)
+    pair = {name: lost[name] for name in ("tensorwise", "SwitchBack")}
+    claim = "SwitchBack in float8 loses at most 1%, and less than one scale per tensor"
+    yield judge(claim, pair, lambda plain, rows: rows <= SEEN and rows < plain, note=note)
+    pair = {name: lost[name] for name in ("tensorwise", "tensorwise, layer-scale")}
     claim = "with layer-scale one scale per tensor loses less than half as much"
-    yield judge(claim, {"without": lost, "with": helped}, lambda plain, scaled: plain >= FAILS and scaled < plain / 2)
-    usual, most = features(found, "float", high), features(found, "float, layer-scale", high)
-    claim = "layer-scale makes the largest features at least 3 times smaller"
+    yield judge(claim, pair, lambda plain, scaled: plain >= SEEN and scaled < plain / 2, note=note)
+    usual, most = (features(found, arm, LRS[-1]) for arm in ("float", "float, layer-scale"))
+    claim = f"layer-scale makes the largest features at least 3 times smaller, at {LRS[-1]:g}"
     yield judge(claim, {"without": usual, "with": most}, lambda plain, scaled: plain >= SMALLER * scaled)
-    gaps = {f"{lr:g}": lost_share(found, "tensorwise", "float", lr) for lr in reversed(LRS)}
-    yield judge("one scale per tensor loses more at the high learning rate", gaps, falls)
+
+
+def worst(found: Evidence, arm: str, reference: str) -> float | None:
+    """The larger lost share of both learning rates."""
+    shares = [lost_share(found, arm, reference, lr) for lr in LRS]
+    return None if None in shares else max(x for x in shares if x is not None)
 
 
 def losses(found: Evidence, arm: str, lr: float) -> float | None:
     """Mean over seeds; a run without a finite loss counts as one that learned nothing."""
-    runs = found.runs(arm, DEEP, lr)
+    runs = found.runs(arm, M, lr)
     return mean(run.score for run in runs) if runs else None
 
 
 def lost_share(found: Evidence, arm: str, reference: str, lr: float) -> float | None:
     """How much more the loss is, as a share of what the reference gained by training."""
     loss, other = losses(found, arm, lr), losses(found, reference, lr)
-    first = mean(run.first for run in found.runs(reference, DEEP, lr))
+    first = mean(run.first for run in found.runs(reference, M, lr))
     return None if loss is None or other is None or first is None else (loss - other) / (first - other)
 
 
 def features(found: Evidence, arm: str, lr: float) -> float | None:
     """Largest output of a block in the run, mean over seeds."""
     largest = []
-    for run in found.logs(arm, DEEP, lr):
+    for run in found.logs(arm, M, lr):
         columns = list(run.signals.layers("out_max").values())
         values = np.nan_to_num(np.array(columns), nan=math.inf)  # what is not finite is as large as can be
         largest.append(float(values.max()) if columns else math.nan)
@@ -77,7 +87,7 @@ def figures(found: Evidence) -> Iterable[Figure]:
         title="Training loss, mean and range over seeds",
         x="step",
         y="training loss",
-        panels=loss_panels(found, ARMS, size=DEEP, lrs=LRS),
+        panels=loss_panels(found, ARMS, size=M, lrs=LRS),
     )
     yield Figure(
         name="features",
@@ -92,7 +102,7 @@ def figures(found: Evidence) -> Iterable[Figure]:
 def _feature_lines(found: Evidence, lr: float) -> Iterable[Line]:
     for arm in ARMS:
         seen: dict[int, list[float]] = {}
-        for run in found.logs(arm, DEEP, lr):
+        for run in found.logs(arm, M, lr):
             columns = list(run.signals.layers("out_max").values())
             if not columns:
                 continue
@@ -128,11 +138,11 @@ QUESTION = Question(
     __doc__,
     ARMS,
     check,
-    sizes=(DEEP,),
+    sizes=(M,),
     lrs=LRS,
-    steps=250,
+    steps=300,
+    always=STEADIED,
     paper="P1",
-    subject="clip-lab",
     figures=figures,
     tables=tables,
 )
