@@ -1,9 +1,11 @@
 """`trimtab reproduce`: a study, its answer, its page; continued after a stop; nothing is asked twice."""
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from tests.train.runs import quiet
 from trimtab.analysis.answers import (
@@ -82,11 +84,16 @@ def test_a_question_is_run_answered_and_shown(tmp_path, monkeypatch):
     assert (again.checks, again.design) == (answer.checks, answer.design)
     # What has an answer is not asked again, unless it is wanted; then complete runs are not run again.
     monkeypatch.setattr(module, "sweep", lambda *_, **__: pytest.fail("run again"))
-    reproduce(["tiny"], tmp_path / "out", answers, console=quiet())
+    said = Console(file=io.StringIO(), width=200)
+    reproduce(["tiny"], tmp_path / "out", answers, console=said)
+    assert "yes it learns: plain: " in said.file.getvalue()
+    # An answer without its runs, as those of the repository, is no reason not to run.
+    with pytest.raises(pytest.fail.Exception, match="run again"):
+        reproduce(["tiny"], tmp_path / "elsewhere", answers, console=quiet())
     monkeypatch.undo()
     overview, *pages = write_results(read_answers(answers), tmp_path / "results")
     text = overview.read_text()
-    assert "| P4 | [Does it learn?](p4.md#tiny) | partly | 1 of 2 |" in text
+    assert "| P4 | [Does it learn?](p4.md#tiny) | partly | yes | 1 of 2 |" in text
     page, figure = pages
     assert "| it learns everything | no |" in page.read_text()
     assert "| 2x16 | plain | " in page.read_text()
@@ -121,7 +128,7 @@ def test_what_is_measured_without_a_study_is_answered_too(tmp_path):
     asked = [("P1", "heavy", "Is it heavy?"), ("P2", "light", "Is it light?")]
     overview, _, figure = write_results([answer], tmp_path / "results", out_of_reach=reach, asked=asked)
     assert "Of 2 questions: 1 reproduced; 1 not run yet." in overview.read_text()
-    assert "| P2 | Is it light? | not run yet | `trimtab reproduce light` |" in overview.read_text()
+    assert "| P2 | Is it light? | not run yet: `trimtab reproduce light` |" in overview.read_text()
     assert "| P1 | it floats | no water | a lake |" in overview.read_text()
     assert figure.name == "heavy-scale.svg"
     assert figure.read_text().count("<circle") == 1

@@ -266,7 +266,7 @@ def reproduce(
         questions: names (`trimtab lab --list`); default: all
         out: folder of the studies
         results: folder of the pages; the answers are in its folder answers
-        again: also questions that have an answer
+        again: also questions whose runs are in `out` and have been answered
         pages: only write the pages again, from the answers
     """
     from trimtab.analysis.answers import read_answers

@@ -2,7 +2,8 @@
 
     question --sweep, measure--> runs/reproduce/NAME --check--> docs/results/answers/NAME.json --report--> *.md
 
-The same call continues: complete runs are not run again, and a question that has its answer is not asked again.
+The same call continues: complete runs are not run again, and a question with all its runs and its answer is not asked
+again. Answers of other machines, such as those in the repository, are replaced.
 """
 
 import datetime
@@ -21,7 +22,7 @@ from trimtab.lab.executors import Executor, make_executor
 from trimtab.lab.questions import QUESTIONS, Measurement, Question, find_question
 from trimtab.lab.study import Study
 from trimtab.lab.sweep import sweep
-from trimtab.runs import End, RunError, replace_json, require_json
+from trimtab.runs import End, RunError, RunFolder, replace_json, require_json
 from trimtab.screen import open_console
 
 Make = Callable[[], Executor]
@@ -42,14 +43,14 @@ def reproduce(
     Args:
         out: the folder of the runs
         answers: the folder of the answers
-        again: also questions that have an answer
+        again: also questions that have their runs and their answer
     """
     console = console or open_console()
     chosen = [find_question(name) for name in names] or list(QUESTIONS.values())
     for place, question in enumerate(chosen, start=1):
         path = answers / f"{question.name}.json"
-        if path.exists() and not again:
-            _say(console, f"{question.name}: {read_answer(path).verdict}, answered before")
+        if path.exists() and not again and _has_run(question, out / question.name):
+            _report(console, read_answer(path))
             continue
         _say(console, f"[{place} of {len(chosen)}] {question.name}: {question.text} About {question.minutes:.0f} min")
         stopped = _run(question, out / question.name, make or _local, console)
@@ -57,11 +58,15 @@ def reproduce(
             return stopped
         answer = answer_from(question, out / question.name)
         answer.write(answers)
-        _say(console, f"{question.name}: {answer.verdict}")
-        for check in answer.checks:
-            mark = {True: "yes", False: "no", None: "?"}[check.passed]
-            _say(console, f"  {mark:4}{check.claim}: {check.evidence}")
+        _report(console, answer)
     return None
+
+
+def _has_run(question: Question | Measurement, folder: Path) -> bool:
+    """Whether this folder has all runs. An answer that came with the repository is no reason not to run."""
+    if isinstance(question, Measurement):
+        return (folder / NUMBERS).exists()
+    return all(RunFolder(folder / cell.folder).intact for cell in question.study().cells())
 
 
 def _run(question: Question | Measurement, folder: Path, make: Make, console: Console) -> End | None:
@@ -149,6 +154,14 @@ def describe_machine(cores: int) -> str:
     except (OSError, StopIteration):
         pass
     return f"{name}, {cores} cores"
+
+
+def _report(console: Console, answer: Answer) -> None:
+    """The verdict and every claim."""
+    _say(console, f"{answer.name}: {answer.verdict}")
+    for check in answer.checks:
+        mark = {True: "yes", False: "no", None: "?"}[check.passed]
+        _say(console, f"  {mark:4}{check.claim}: {check.evidence}")
 
 
 def _local() -> Executor:

@@ -20,10 +20,27 @@ PAPERS: dict[Paper, str] = {
     "all": "The four papers together",
 }
 RULE = (
-    "A question is **reproduced** if every claim of its file in `trimtab/lab/questions/` holds, **partly** if the "
-    "first claim or at least half of them hold, **not** otherwise; it has **no answer** if runs are missing for a "
-    "claim. The rules were there before the runs."
+    "The verdict is about the claims of the paper: **reproduced** if every claim of the question's file in "
+    "`trimtab/lab/questions/` holds, **partly** if the first one, the main claim, or at least half of them hold, "
+    "**not** otherwise; **no answer** if runs are missing for a claim. The rules of a design were written before its "
+    "runs, some after trials with other seeds, which the texts report. A negative answer led to a second design, and "
+    "the first one is in the [log](../log.md)."
 )
+READING = """## How to read these pages
+
+- **2x32** is a model with 2 layers of width 32. `gpt-lab` and `clip-lab` are the small models of the lab
+  (`trimtab recipes`); an **arm** is one way to train them.
+- Losses are in **nats**. **Best loss** is the validation loss at the best learning rate, mean over seeds.
+- **Sensitivity**: the loss above the best one, averaged over the learning rates. A run that fails has the loss before
+  training.
+- **Fails from lr**: the lowest learning rate whose loss is clearly above the best, or above that of a smaller model
+  ([the limit](../lab.md)). **Edge of stability**: here the learning rate between those that train and those that fail,
+  not the sharpness of Cohen et al. 2021. **Stopped early**: runs that ended without a finite loss.
+- **Range over seeds**: the highest minus the lowest.
+- **RMS_t**: the gradient over the root of the second moment, root mean square over a tensor; near 1 while the second
+  moment is up to date. **Loss ratio**: the loss over the best loss before it. **√v**: the root of Adam's second moment.
+  **log Z**: the logarithm of the sum of the exponentials of the output logits.
+"""
 VERDICTS: tuple[Verdict, ...] = ("reproduced", "partly", "not", "no answer")
 MARKS = {True: "yes", False: "no", None: "not enough runs"}
 
@@ -77,8 +94,8 @@ def _overview(
     lines = [
         "# The papers, reproduced small",
         "",
-        f"Of {len(answers) + len(missing)} questions: {found}. Models of a few thousand to a million parameters, on a "
-        f"CPU; {minutes:.0f} minutes in all. "
+        f"Of {len(answers) + len(missing)} questions: {found}. Models of a few thousand to a million parameters (25 "
+        f"million where memory is measured), on a CPU; {minutes:.0f} minutes for the {len(answers)} that were run. "
         "`trimtab reproduce` runs all of them and writes these pages; `trimtab reproduce NAME` one.",
         "",
         RULE,
@@ -86,14 +103,15 @@ def _overview(
         *summarize(answers),
         "",
     ]
-    rows = [(paper, text, "not run yet", f"`trimtab reproduce {name}`") for paper, name, text in missing]
+    rows = [(paper, text, f"not run yet: `trimtab reproduce {name}`", "", "") for paper, name, text in missing]
     for answer in answers:
         held = sum(bool(check.passed) for check in answer.checks)
         link = f"[{answer.question}]({answer.paper.lower()}.md#{answer.name})"
-        rows.append((answer.paper, link, answer.verdict, f"{held} of {len(answer.checks)}"))
+        main = MARKS[answer.checks[0].passed] if answer.checks else ""
+        rows.append((answer.paper, link, answer.verdict, main, f"{held} of {len(answer.checks)}"))
     rows.sort(key=lambda row: row[0])
-    lines += _rows(("paper", "question", "answer", "claims that hold"), rows)
-    lines += ["", *(f"- {paper}: {title}." for paper, title in PAPERS.items()), ""]
+    lines += _rows(("paper", "question", "verdict", "main claim holds", "claims that hold"), rows)
+    lines += ["", *(f"- {paper}: {title}." for paper, title in PAPERS.items()), "", READING]
     if out_of_reach:
         lines += ["## What cannot be shown here", ""]
         claims = sorted(((x.paper, x.claim, x.reason, x.needs) for x in out_of_reach), key=lambda row: row[0])
@@ -103,13 +121,21 @@ def _overview(
 
 def _page(paper: str, title: str, answers: Sequence[Answer]) -> str:
     lines = [f"# {paper}: {title}" if paper != "all" else f"# {title}", "", RULE, ""]
+    lines += ["[How to read these pages](README.md#how-to-read-these-pages).", ""]
     for answer in answers:
         lines += _section(answer)
     return "\n".join(lines)
 
 
 def _section(answer: Answer) -> list[str]:
-    lines = [f"## {answer.name}", "", f"**{answer.question}** {answer.about}", "", f"Answer: **{answer.verdict}**.", ""]
+    lines = [
+        f"## {answer.name}",
+        "",
+        f"**{answer.question}** {answer.about}",
+        "",
+        f"Verdict: **{answer.verdict}**.",
+        "",
+    ]
     checks = [(check.claim, MARKS[check.passed], check.evidence) for check in answer.checks]
     lines += [*_rows(("claim", "holds", "numbers"), checks), ""]
     for figure in answer.figures:
