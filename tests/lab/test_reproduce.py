@@ -156,7 +156,7 @@ def test_a_damaged_answer_is_refused_with_the_remedy(tmp_path):
         read_answer(tmp_path / "x.json")
 
 
-STUDIES = ["dilemma", "length", "seqlen-warmup", "pacing", "headline", "together", "together-edge"]
+STUDIES = ["dilemma", "length", "seqlen-warmup", "pacing", "headline", "together", "together-edge", "together-pairs"]
 # What makes a measurement small: arguments of its function.
 MEASURED = {
     "resume": {"steps": 40, "warmup": 40},

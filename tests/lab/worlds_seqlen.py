@@ -64,6 +64,12 @@ def together(cell: Cell, conflict: float = 0.0) -> dict:
     return {"loss": loss, "seconds": 10 * cost, "analysis": measured(0, 1.0, evaluations=reached(loss, cost))}
 
 
+def together_pairs(cell: Cell, conflict: float = 0.0) -> dict:
+    """z-loss lowers the loss, and so does every pair with it; a conflict raises that with SwitchBack."""
+    loss = 2.0 - 0.1 * ("z-loss" in cell.arm) + conflict * (cell.arm == "SwitchBack + z-loss")
+    return {"loss": loss, "seconds": 10.0}
+
+
 def together_edge(cell: Cell, sign: int = 1) -> dict:
     steep = 0.3 + 0.2 * sign * {"plain": 1, "qk-norm": 0, "all": -1}[cell.arm]
     return {"loss": 2 + steep * math.log10(cell.lr / 0.01) ** 2}
@@ -77,6 +83,7 @@ PAPERS = {
     "headline": headline,
     "together": together,
     "together-edge": together_edge,
+    "together-pairs": together_pairs,
 }
 OTHERS = {
     "dilemma": lambda cell: dilemma(cell, -1),
@@ -86,4 +93,5 @@ OTHERS = {
     "headline": lambda cell: headline(cell, 0.5),
     "together": lambda cell: together(cell, 0.5),
     "together-edge": lambda cell: together_edge(cell, -1),
+    "together-pairs": lambda cell: together_pairs(cell, 0.05),
 }

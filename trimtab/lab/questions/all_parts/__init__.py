@@ -4,6 +4,7 @@ from trimtab.lab.questions.all_parts import (
     together,
     together_edge,
     together_memory,
+    together_pairs,
 )
 
 QUESTIONS = tuple(
@@ -12,5 +13,6 @@ QUESTIONS = tuple(
         together,
         together_edge,
         together_memory,
+        together_pairs,
     )
 )

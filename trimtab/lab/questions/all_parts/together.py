@@ -36,22 +36,22 @@ FIELDS = {"model.context": 128, "eval_every": 10, "eval_batches": 4, "watch.ever
 
 
 def check(found: Evidence) -> Checks:
-    low, high = (_losses(found, (PLAIN, ALL), lr) for lr in (LR, HIGH))
+    low, high = (losses(found, (PLAIN, ALL), lr) for lr in (LR, HIGH))
     yield judge(
         f"all together have a loss at most 2% above plain AdamW at {LR:g}, on the same tokens", low, at_most(LIMIT)
     )
     yield judge(f"at {HIGH:g} all together have the lower loss", high, falls)
     seconds = {arm: _seconds(found, arm) for arm in (PLAIN, ALL)}
     yield judge(f"all together reach the loss of plain AdamW (within 2%, {LR:g}) in less time", seconds, falls)
-    alone = _losses(found, (PLAIN, *PARTS), LR)
+    alone = losses(found, (PLAIN, *PARTS), LR)
     claim = f"each part alone has a loss at most 2% above plain AdamW at {LR:g}"
     yield judge(claim, alone, lambda plain, *others: all(x <= LIMIT * plain for x in others))
-    without = {arm: x for part in PARTS for arm, x in _losses(found, (f"all but {part}",), LR).items()}
+    without = {arm: x for part in PARTS for arm, x in losses(found, (f"all but {part}",), LR).items()}
     claim = f"no part conflicts with the rest: all together are at most 2% above all but one, at {LR:g}"
     yield judge(claim, {ALL: low[ALL], **without}, lambda every, *others: every <= LIMIT * min(others))
 
 
-def _losses(found: Evidence, arms: Iterable[str], lr: float) -> Values:
+def losses(found: Evidence, arms: Iterable[str], lr: float) -> Values:
     """Mean over seeds; a run that diverged has the loss before training."""
     return {
         arm: mean(run.score for run in found.runs(arm, SIZE, lr)) if found.curve(arm, SIZE) else None for arm in arms
@@ -60,7 +60,7 @@ def _losses(found: Evidence, arms: Iterable[str], lr: float) -> Values:
 
 def _seconds(found: Evidence, arm: str) -> float | None:
     """Median over seeds until 1.02 times the final loss of plain AdamW; infinite if it is not reached."""
-    goal = _losses(found, (PLAIN,), LR)[PLAIN]
+    goal = losses(found, (PLAIN,), LR)[PLAIN]
     runs = [run for run in found.analyses(arm, SIZE, LR) if run.evaluations] if goal and found.curve(arm, SIZE) else []
     reached = [run.reaches(LIMIT * (goal or 0.0)) for run in runs]
     times = [x.seconds if x else math.inf for x in reached]
@@ -70,9 +70,9 @@ def _seconds(found: Evidence, arm: str) -> float | None:
 def tables(found: Evidence) -> Iterable[Table]:
     rows = []
     for arm in ARMS:
-        losses = [_losses(found, (arm,), lr)[arm] for lr in (LR, HIGH)]
+        both = [losses(found, (arm,), lr)[arm] for lr in (LR, HIGH)]
         whole = mean(run.seconds for run in found.runs(arm, SIZE, LR))
-        rows.append((arm, *losses, whole, _seconds(found, arm)))
+        rows.append((arm, *both, whole, _seconds(found, arm)))
     columns = ("arm", f"loss at {LR:g}", f"loss at {HIGH:g}", "seconds", "seconds to the loss of plain AdamW")
     yield Table("Together, alone, and without each", columns, rows)
 
