@@ -292,7 +292,7 @@ def reproduce(
 def predict(
     folder: str, /, *, params: float, lr: float | None = None, arm: str | None = None, json: bool = False
 ) -> int:
-    """Forecast for a size that was not trained: trimtab predict runs/lab --params 1e9 --lr 0.01
+    """Forecast for a size that was not trained: trimtab predict runs/lab --params 1e6 --lr 0.01
 
     Args:
         folder: of the study
