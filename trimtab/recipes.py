@@ -49,7 +49,8 @@ def gpt_lab() -> GPTRun:
     steps = 500
     return GPTRun(
         model=GPTConfig(depth=3, width=64, heads=4, vocab=257, context=64),
-        # The best learning rate after 500 steps (`trimtab reproduce qk-norm`). Decay times steps is as in the paper, 1e-4 in 100 thousand steps.
+        # The best learning rate after 500 steps (`trimtab reproduce qk-norm`). Decay times steps is as in the paper,
+        # 1e-4 in 100 thousand steps.
         optim=OptimConfig(name="adamw", lr=3e-2, bits=32, weight_decay=10 / steps, independent_decay=True),
         schedule=ScheduleConfig(lr=LearningRate(kind="cosine", warmup=steps // 20, floor=1e-5)),
         steps=steps,

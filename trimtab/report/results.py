@@ -105,18 +105,26 @@ def _overview(
     ]
     rows = [(paper, text, f"not run yet: `trimtab reproduce {name}`", "", "") for paper, name, text in missing]
     for answer in answers:
-        held = sum(bool(check.passed) for check in answer.checks)
-        link = f"[{answer.question}]({answer.paper.lower()}.md#{answer.name})"
+        held = f"{sum(bool(check.passed) for check in answer.checks)} of {len(answer.checks)}"
         main = MARKS[answer.checks[0].passed] if answer.checks else ""
-        rows.append((answer.paper, link, answer.verdict, main, f"{held} of {len(answer.checks)}"))
+        rows.append((answer.paper, _link(answer, answer.question), answer.verdict, main, held))
     rows.sort(key=lambda row: row[0])
     lines += _rows(("paper", "question", "verdict", "main claim holds", "claims that hold"), rows)
-    lines += ["", *(f"- {paper}: {title}." for paper, title in PAPERS.items()), "", READING]
+    lines += ["", *(f"- {paper}: {title}." for paper, title in PAPERS.items()), ""]
+    failed = [(a.paper, _link(a, a.name), c.claim, c.evidence) for a in answers for c in a.checks if c.passed is False]
+    if failed:
+        lines += ["## What did not reproduce", ""]
+        lines += [*_rows(("paper", "question", "claim that does not hold", "numbers"), failed), ""]
+    lines += [READING]
     if out_of_reach:
         lines += ["## What cannot be shown here", ""]
         claims = sorted(((x.paper, x.claim, x.reason, x.needs) for x in out_of_reach), key=lambda row: row[0])
         lines += [*_rows(("paper", "claim", "why not", "what would show it"), claims), ""]
     return "\n".join(lines)
+
+
+def _link(answer: Answer, text: str) -> str:
+    return f"[{text}]({answer.paper.lower()}.md#{answer.name})"
 
 
 def _page(paper: str, title: str, answers: Sequence[Answer]) -> str:

@@ -317,7 +317,7 @@ def advise(kind: str, signal: str, hints: Mapping[str, Any] = NO_HINTS) -> str:
         case "rms spike":
             known = "" if "use StableAdamW" in stable else ". StableAdamW already shortens this step"
             return (
-                "Gradients are much larger than the second moment; a loss spike often follows within 8 steps. "
+                "Gradients are much larger than the second moment; a loss spike may follow within 8 steps. "
                 f"What helps: {_choose(*stable, 'warm up longer', f'lower {rate}')}{known}"
             )
         case "loss spike" if signal == "one loss":

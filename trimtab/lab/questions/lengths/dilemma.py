@@ -17,6 +17,7 @@ from trimtab.lab.questions.lengths.unstable import (
     ALWAYS,
     FIELDS,
     SIZE,
+    SOME,
     STEPS,
     above_noise,
     average,
@@ -38,14 +39,15 @@ CERTAIN = 0.01
 def check(found: Evidence) -> Checks:
     floors = {arm: floor(found, arm, LRS[0]) for arm in (SMALL, LARGE)}
     beside = "noise at the lowest rate: " + ", ".join(f"{arm} {x:.3g}" for arm, x in floors.items() if x)
-    for claim, number in (
-        ("the share of unstable steps", unstable),
-        ("the largest loss ratio over the noise", above_noise),
+    for claim, number, least in (
+        ("the share of unstable steps", unstable, SOME),
+        ("the largest loss ratio over the noise", above_noise, 0.0),
     ):
         by_rate = {f"{lr:g}": over_floor(found, LARGE, number, lr, LRS[0]) for lr in LRS}
-        yield judge(f"{claim} grows with the learning rate", by_rate, _grows, note=beside)
+        reaches = f", to at least {least:g}%" if least else ""
+        yield judge(f"{claim} grows with the learning rate{reaches}", by_rate, partial(_grows, least), note=beside)
         by_batch = {arm: over_floor(found, arm, number, LRS[-1], LRS[0]) for arm in (SMALL, LARGE)}
-        yield judge(f"{claim} grows with the batch, at {LRS[-1]:g}", by_batch, _grows)
+        yield judge(f"{claim} grows with the batch, at {LRS[-1]:g}{reaches}", by_batch, partial(_grows, least))
     claim = (
         f"the loss ratio correlates with the sum or the maximum of √v (r above 0, p below {CERTAIN}; median of seeds)"
     )
@@ -56,8 +58,8 @@ def check(found: Evidence) -> Checks:
     yield judge(claim, peaks, lambda lr, *others: all(abs(x - lr) <= NEAR * lr for x in others))
 
 
-def _grows(first: float, *others: float) -> bool:
-    return others[-1] > first
+def _grows(least: float, first: float, *others: float) -> bool:
+    return others[-1] > first and others[-1] >= least
 
 
 def _peak(name: str, run: Analysis) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from trimtab.analysis.answers import Table
 from trimtab.lab.questions.lengths.large import ALWAYS, FIELDS, SIZE, STEPS
-from trimtab.lab.questions.lengths.unstable import above_noise, over_floor, ratio_table, unstable
+from trimtab.lab.questions.lengths.unstable import SOME, above_noise, over_floor, ratio_table, unstable
 from trimtab.lab.questions.question import Checks, Evidence, Question, judge, mean
 
 ARMS = {f"length {n}": (f"length={n}",) for n in (8, 16, 32)} | {"length 128": ()}
@@ -21,8 +21,8 @@ LOW, HIGH = LRS
 
 def check(found: Evidence) -> Checks:
     share = {arm: over_floor(found, arm, unstable, HIGH, LOW, SIZE) for arm in ARMS}
-    claim = f"the share of unstable steps is higher at full length than at any shorter one, at {HIGH:g}"
-    yield judge(claim, share, _last_is_highest)
+    claim = f"at {HIGH:g}, the share of unstable steps is highest at full length, and at least {SOME:g}% there"
+    yield judge(claim, share, lambda *x: _last_is_highest(*x) and x[-1] >= SOME)
     ratio = {arm: over_floor(found, arm, above_noise, HIGH, LOW, SIZE) for arm in ARMS}
     yield judge("so is the largest loss ratio over the noise", ratio, _last_is_highest)
     losses = {arm: mean(run.score for run in found.runs(arm, SIZE, LOW)) for arm in ARMS}

@@ -6,7 +6,8 @@ Here 4x32, 128 rows of 128 tokens (large.py), at learning rates 0.1 and 0.3, all
 from 8 to 128 over 60 % of the steps, the batch over 32 % of the rows, which are as many tokens. Loss is at full length,
 seconds are those of the training steps. This is the second design: in the first (docs/log.md) the short sequences of
 smaller batches were noise. Tried before with seed 100 at 0.3: a highest loss ratio of 2.0 at full length and 1.3 with
-warmup, and a loss of 2.93 and 2.92.
+warmup, and a loss of 2.93 and 2.92. The limit of 1 % unstable steps was added after the runs: they had 0.4 % at full
+length and 0.3 % with warmup, half a step per run, which shows nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from trimtab.analysis.findings import Result, Status
 from trimtab.analysis.one_run import Analysis
 from trimtab.lab.questions.lengths.large import ALWAYS, BATCH_WARMUP, FIELDS, SIZE, STEPS, WARMUP
 from trimtab.lab.questions.lengths.unstable import (
+    SOME,
     Number,
     above_noise,
     average,
@@ -41,19 +43,24 @@ LRS = (0.1, 0.3)
 
 def check(found: Evidence) -> Checks:
     pair = (FULL, WARM)
-    yield judge(
-        "sequence length warmup has a smaller share of unstable steps", _over_floor(found, pair, unstable), falls
-    )
+    shares = _over_floor(found, (FULL, WARM, BATCH), unstable)
+    claim = f"full length has at least {SOME:g}% unstable steps, and sequence length warmup fewer"
+    yield judge(claim, {arm: shares[arm] for arm in pair}, _fewer)
     yield judge("its largest loss ratio over the noise is smaller", _over_floor(found, pair, above_noise), falls)
     yield judge("its largest √v in the first tenth of the run is smaller", _means(found, pair, early_variance), falls)
     yield judge("its final loss is not higher", _losses(found, pair), at_most(1))
     seconds = {arm: mean(run.seconds for run in _runs(found, arm) if run.status == Status.DONE) for arm in pair}
     yield judge("it takes less time", seconds, falls, note="runs that did not stop early")
-    yield judge("it is more stable than batch-size warmup", _over_floor(found, (BATCH, WARM), unstable), falls)
+    claim = f"batch-size warmup has at least {SOME:g}% unstable steps, and sequence length warmup fewer"
+    yield judge(claim, {arm: shares[arm] for arm in (BATCH, WARM)}, _fewer)
     clips = {f"ratio, {arm}": x for arm, x in _over_floor(found, (*CLIPS, WARM), above_noise).items()}
     clips |= {f"loss, {arm}": x for arm, x in _losses(found, (*CLIPS, WARM)).items()}
     claim = "each lower clipping is less stable (largest loss ratio over the noise) or ends with a higher loss"
     yield judge(claim, clips, lambda r1, r2, r, l1, l2, loss: all((r1 > r or l1 > loss, r2 > r or l2 > loss)))
+
+
+def _fewer(share: float, with_warmup: float) -> bool:
+    return share >= SOME and with_warmup < share
 
 
 def _runs(found: Evidence, arm: str) -> list[Result]:
