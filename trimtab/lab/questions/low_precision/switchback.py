@@ -3,8 +3,8 @@
 The paper, in CLIP: SwitchBack, whose weight gradient stays in 16 bits, matches bfloat16; LLM.int8, which quantizes the
 weight gradient too, loses accuracy, the more the larger the model is. Its variants save memory (-M) or give the weight
 one scale per row (-Q). Here the same in a small GPT on bytes, where inner dimensions are at most 1024 tokens; the
-question clip-int8 is about CLIP. This is the second design, wider and deeper: in the first (docs/log.md) the
-arms differed by as much as seeds do. Before that, single runs with seed 100 had 1.967 with float, 1.976 with SwitchBack.
+question clip-int8 is about CLIP. This is the second design, wider and deeper: in the first (docs/log.md) the arms
+differed by as much as seeds do. Before that, single runs with seed 100 had 1.967 with float, 1.976 with SwitchBack.
 """
 
 from collections.abc import Iterable
