@@ -19,7 +19,7 @@ from trimtab.analysis.findings import Result
 from trimtab.analysis.results import read_result
 from trimtab.lab.questions.lengths.large import FIELDS, SIZE, STEPS
 from trimtab.lab.questions.lengths.runs import train_all
-from trimtab.lab.questions.question import Checks, Measurement, Numbers, at_most, judge
+from trimtab.lab.questions.question import Checks, Measurement, Numbers, at_most, falls, judge
 from trimtab.lab.sizes import parse_size, scaled
 from trimtab.lab.subjects import study_base
 from trimtab.lab.tune_seqlen import Tuning, tune_seqlen
@@ -77,7 +77,14 @@ def _read(folder: Path) -> Result:
 
 def _search(tuning: Tuning) -> dict[str, Any]:
     budget = tuning.budget
-    return {"trials": budget.trials, "share": budget.share, "seconds": budget.seconds, "start": tuning.start}
+    fluctuated = sum(trial.fluctuates_at is not None for trial in tuning.trials)
+    return {
+        "fluctuated": fluctuated,
+        "trials": budget.trials,
+        "share": budget.share,
+        "seconds": budget.seconds,
+        "start": tuning.start,
+    }
 
 
 def check(numbers: Numbers) -> Checks:
@@ -86,6 +93,11 @@ def check(numbers: Numbers) -> Checks:
     claim = "the loss with the tuner's choice is at most 1% above the best of the grid"
     tuned = found.get("tuner", math.inf)  # infinite: it found none
     yield judge(claim, {"best of the grid": best, "tuner": tuned}, at_most(WORSE))
+    claim = "it is below the loss without a warmup"
+    yield judge(claim, {"none": found.get("none"), "tuner": tuned}, falls)
+    fluctuated = {"trials": float(numbers["search"]["trials"]), "fluctuated": float(numbers["search"]["fluctuated"])}
+    claim = "the search had something to find: at least one trial fluctuated, and not all"
+    yield judge(claim, fluctuated, lambda trials, x: 0 < x < trials)
     yield judge(
         f"the search costs less than {SHARE:.0%} of the tokens of one run", _share(numbers), lambda x: x < SHARE
     )

@@ -27,8 +27,13 @@ ARMS = {
 def check(found: Evidence) -> Checks:
     for method in ("published", "8 bits"):
         gaps = _gaps(found, method)
-        average = {"mean gap": fmean(gaps) if gaps else None}
-        yield judge(f"{method}: on average the loss is at most 1% higher", average, lambda x: x <= 0.01, note="a share")
+        average = {"mean gap": fmean(max(gap, 0.0) for gap in gaps) if gaps else None}
+        yield judge(
+            f"{method}: on average the loss is at most 1% higher, where lower losses count as equal",
+            average,
+            lambda x: x <= 0.01,
+            note="a share",
+        )
         claim = f"{method}: at every setting and learning rate the loss is at most 2% higher"
         largest = {"largest gap": max(gaps, default=None), "smallest gap": min(gaps, default=None)}
         yield judge(claim, largest, lambda most, least: most <= 0.02, note="shares")

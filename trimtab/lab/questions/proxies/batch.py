@@ -4,7 +4,7 @@ In the paper it does not. The grid begins at 0.03: below, runs with fewer steps 
 in the first (docs/log.md) a run of batch 64 had 250 steps; here it has 600.
 """
 
-from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, S, judge, within
+from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, S, Values, judge, within
 
 ARMS = {f"batch {batch}": (f"batch={batch}",) for batch in (16, 32, 64)}
 LRS = (0.03, 0.1, 0.3, 1.0)
@@ -12,6 +12,12 @@ LRS = (0.03, 0.1, 0.3, 1.0)
 
 def check(found: Evidence) -> Checks:
     yield judge("sensitivity within 25% from batch 16 to 64", found.sensitivity(*ARMS, size=S), within(0.25))
+    curves = {arm: found.curve(arm, S) for arm in ARMS}
+    unstable: Values = {arm: curve.unstable if curve else None for arm, curve in curves.items()}
+    yield judge("so is its part above the best learning rate", unstable, within(0.25))
+    places: Values = {arm: float(LRS.index(curve.best_lr)) if curve else None for arm, curve in curves.items()}
+    claim = "the best learning rate moves by at most one point of the grid"
+    yield judge(claim, places, lambda *x: max(x) - min(x) <= 1, note="place in the grid")
 
 
 QUESTION = Question("batch", __doc__, ARMS, check, sizes=(S,), lrs=LRS, steps=2400, always=STEADIED)

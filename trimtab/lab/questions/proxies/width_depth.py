@@ -1,7 +1,8 @@
 """Does depth raise the sensitivity faster than width? Figures 7, E.2 and E.3 of Wortsman et al. 2023b.
 
 Both begin near 10 thousand parameters and end above 100 thousand. In the paper depth does, and growing both together
-gives the best loss. The grid begins at 0.01: below, small models are too slow in short runs, which is no instability.
+gives the best loss. Faster means by a quarter at least, and the best means by 1 %. The grid begins at 0.01: below,
+small models are too slow in short runs, which is no instability.
 """
 
 from collections.abc import Iterator
@@ -23,12 +24,11 @@ def check(found: Evidence) -> Checks:
     for part, words in (("sensitivity", "sensitivity"), ("unstable", "its part above the best learning rate")):
         slopes = {along: _slope(found, sizes, part) for along, sizes in ladders.items()}
         claim = f"{words} grows faster with the depth than with the width"
-        yield judge(claim, slopes, lambda width, depth: depth > max(width, 0), note="nats per decade of parameters")
-    rates = {size: found.best_lr(ARM, size) for size in (WIDTHS[-1], DEPTHS[-1])}
-    claim = "the best learning rate of the deepest model is not above that of the widest"
-    yield judge(claim, rates, lambda width, depth: depth <= width)
+        yield judge(
+            claim, slopes, lambda width, depth: depth > max(1.25 * width, 0), note="nats per decade of parameters"
+        )
     claim = f"{JOINT} has a lower loss than models of as many parameters that grow in one direction only"
-    yield judge(claim, _losses(found), lambda joint, depth, width: joint < min(depth, width))
+    yield judge(claim, _losses(found), lambda joint, depth, width: joint < 0.99 * min(depth, width))
 
 
 def _slope(found: Evidence, sizes: tuple[str, ...], part: str) -> float | None:
