@@ -73,6 +73,22 @@ def test_pearson_of_a_small_series_by_hand():
     assert found.pairs == 5
 
 
+def test_a_correlation_of_two_slow_series_is_compared_with_shifts_of_them():
+    """Slow series that have nothing in common often correlate, and p for independent steps calls that certain."""
+    generator = np.random.default_rng(0)
+    slow = np.exp(-np.arange(200) / 10)
+    pairs = [[np.convolve(x, slow, "valid") for x in generator.normal(size=(2, 600))] for _ in range(200)]
+    found = [pearson(*pair) for pair in pairs]
+    assert np.mean([one.p < 0.01 for one in found]) > 0.3
+    assert 0.02 < np.mean([one.shifted < 0.05 for one in found]) < 0.12
+    x, y = pairs[0]
+    assert pearson(x, x + y).shifted < 0.01
+    as_they_are = np.corrcoef(x, y)[0, 1]
+    shifts = [np.corrcoef(np.roll(x, k), y)[0, 1] for k in range(len(x) // 10, len(x) - len(x) // 10 + 1)]
+    expected = (1 + sum(r >= as_they_are for r in shifts)) / (1 + len(shifts))
+    assert pearson(x, y).shifted == pytest.approx(expected)
+
+
 def test_pearson_takes_the_places_where_both_are_finite():
     found = pearson([1, 2, math.nan, 4, math.inf, 3], [3, 5, 1, 9, 2, 7])
     assert found.r == pytest.approx(1)

@@ -19,13 +19,13 @@ def measured(
     ratios = np.ones(len(STEPS))
     ratios[120 : 120 + round(bad)] = level
     variance = {name: Course(STEPS, early * np.exp(-abs(STEPS - 50) / 50)) for name in VARIANCE}
-    correlations = {name: Correlation(r, 1e-6, len(STEPS)) for name in VARIANCE}
+    correlations = {name: Correlation(r, 1e-6, len(STEPS), 0.01) for name in VARIANCE}
     return Analysis(PAPER, [], [], LossRatios(ratios, 1.05), correlations, variance, 50, list(evaluations))
 
 
 def dilemma(cell: Cell, sign: int = 1) -> dict:
     worse = sign * (math.log10(cell.lr) * 10 + cell.config.batch / 4)
-    return {"loss": 2.0, "analysis": measured(40 + worse, 5 + worse / 20, r=0.3 * sign)}
+    return {"loss": 2.0, "analysis": measured(40 + worse, 5 + worse / 5, r=0.3 * sign)}
 
 
 def length(cell: Cell, sign: int = 1) -> dict:

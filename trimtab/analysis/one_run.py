@@ -31,6 +31,7 @@ class Correlation(NamedTuple):
     r: float
     p: float  # two-sided, as if the pairs were independent
     pairs: int  # in which both are finite
+    shifted: float = math.nan  # share of the circular shifts of one series with an r at least as high
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,8 @@ def binomial_tail(hits: int, tries: int, rate: float) -> float:
 def pearson(x: ArrayLike, y: ArrayLike) -> Correlation:
     """Correlation of two series where both are finite; NaN with fewer than three pairs or if one does not vary.
 
-    Steps of a run are not independent, so p is too small: use it to rank results only.
+    Steps of a run are not independent, so p is too small. `shifted` keeps the dependence within each series: it
+    compares r with that of series shifted against each other by a tenth of their length or more.
     """
     a, b = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     both = np.isfinite(a) & np.isfinite(b)
@@ -284,8 +286,18 @@ def pearson(x: ArrayLike, y: ArrayLike) -> Correlation:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nearly constant series
         # Scaled first: squares of large values would overflow.
-        r, p = stats.pearsonr(a / np.abs(a).max(), b / np.abs(b).max())
-    return Correlation(float(r), float(p), len(a))
+        a, b = a / np.abs(a).max(), b / np.abs(b).max()
+        r, p = stats.pearsonr(a, b)
+    return Correlation(float(r), float(p), len(a), _shifted(a, b))
+
+
+def _shifted(a: Floats, b: Floats) -> float:
+    """A p-value, one-sided: the share of shifts whose r is at least that of the series as they are, itself included."""
+    spectra = np.fft.rfft(a - a.mean()), np.fft.rfft(b - b.mean())
+    products = np.fft.irfft(np.conj(spectra[0]) * spectra[1], n=len(a))  # r of every shift, up to a factor
+    nearest = max(len(a) // 10, 1)
+    shifts = products[nearest : len(a) - nearest + 1]
+    return float((1 + (shifts >= products[0]).sum()) / (1 + len(shifts)))
 
 
 def _varies(x: Floats) -> bool:

@@ -269,16 +269,15 @@ def reproduce(
         again: also questions whose runs are in `out` and have been answered
         pages: only write the pages again, from the answers
     """
-    from trimtab.analysis.answers import read_answers
     from trimtab.lab.questions import OUT_OF_REACH, QUESTIONS, find_question
-    from trimtab.lab.reproduce import reproduce
+    from trimtab.lab.reproduce import reproduce, reword
     from trimtab.report.results import write_results
 
     for name in questions:
         find_question(name)
     answers = local(results) / "answers"
     stopped = None if pages else reproduce(questions, local(out), answers, again=again)
-    found = read_answers(answers)
+    found = reword(answers)
     if found:
         asked = [(one.paper, one.name, one.text) for one in QUESTIONS.values()]
         overview, *_ = write_results(found, local(results), out_of_reach=OUT_OF_REACH, asked=asked)

@@ -2,8 +2,8 @@
 
     question --sweep, measure--> runs/reproduce/NAME --check--> docs/results/answers/NAME.json --report--> *.md
 
-The same call continues: complete runs are not run again, and a question with all its runs and its answer is not asked
-again. Answers of other machines, such as those in the repository, are replaced.
+The same call continues: complete runs are not run again, and a question with all its runs and an answer to its present
+claims is not asked again. Answers of other machines, such as those in the repository, are replaced.
 """
 
 import datetime
@@ -11,13 +11,15 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from trimtab.analysis.answers import Answer, clean, curves_figure, curves_table, read_answer
-from trimtab.analysis.findings import read
+from trimtab.analysis.answers import Answer, clean, curves_figure, curves_table, read_answer, read_answers
+from trimtab.analysis.findings import Findings, read
+from trimtab.analysis.forecasts import critical_of
 from trimtab.lab.executors import Executor, make_executor
 from trimtab.lab.questions import QUESTIONS, Measurement, Question, find_question
 from trimtab.lab.study import Study
@@ -50,8 +52,10 @@ def reproduce(
     for place, question in enumerate(chosen, start=1):
         path = answers / f"{question.name}.json"
         if path.exists() and not again and _has_run(question, out / question.name):
-            _report(console, read_answer(path))
-            continue
+            answer = read_answer(path)
+            if is_current(answer, question):
+                _report(console, answer)
+                continue
         _say(console, f"[{place} of {len(chosen)}] {question.name}: {question.text} About {question.minutes:.0f} min")
         stopped = _run(question, out / question.name, make or _local, console)
         if stopped is not None:
@@ -67,6 +71,30 @@ def _has_run(question: Question | Measurement, folder: Path) -> bool:
     if isinstance(question, Measurement):
         return (folder / NUMBERS).exists()
     return all(RunFolder(folder / cell.folder).intact for cell in question.study().cells())
+
+
+def is_current(answer: Answer, question: Question | Measurement) -> bool:
+    """Whether an answer has the design of a question as it is today, and its claims."""
+    if isinstance(question, Measurement):
+        return answer.design == question.design
+    runs = answer.design.split(" ", 1)[0]
+    nothing = Findings(studies=(), results=(), critical=critical_of([], []))
+    claims = [check.claim for check in question.answer(nothing)]
+    return answer.design == describe(question.study(), runs) and [check.claim for check in answer.checks] == claims
+
+
+def reword(answers: Path) -> list[Answer]:
+    """All answers, with the texts of today's questions where nothing but these has changed."""
+    found = []
+    for answer in read_answers(answers):
+        question = QUESTIONS.get(answer.name)
+        if question is not None and is_current(answer, question):
+            texts = replace(answer, question=question.text, about=question.about)
+            if texts != answer:
+                texts.write(answers)
+            answer = texts
+        found.append(answer)
+    return found
 
 
 def _run(question: Question | Measurement, folder: Path, make: Make, console: Console) -> End | None:

@@ -307,6 +307,8 @@ def analysis_words(found: Analysis) -> str:
     above = [(ratios.above(limit), limit) for limit in LOSS_RATIOS]
     counts = ", ".join(f"{n} steps ({n / max(1, len(ratios.ratios)):.1%}) above {limit}" for n, limit in above)
     lines.append(f"loss ratio: {counts}; highest {ratios.highest:.3f}; noise at the end {ratios.floor:.3f}")
-    for name, (r, p, pairs) in found.correlations.items():
-        lines.append(f"loss ratio and {name}: Pearson {r:.3f}, p {p:.2g}, {pairs} steps")
+    for name, (r, p, pairs, shifted) in found.correlations.items():
+        lines.append(
+            f"loss ratio and {name}: Pearson {r:.3f}, p {p:.2g}, {pairs} steps; p against shifts {shifted:.2g}"
+        )
     return "\n".join(lines)

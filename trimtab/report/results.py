@@ -64,6 +64,8 @@ def write_results(
         for answer in mine:
             for figure in answer.figures:
                 written.append(_write(folder / "figures" / f"{answer.name}-{figure.name}.svg", draw(figure)))
+    for outdated in {*(folder / "figures").glob("*.svg")} - {*written}:
+        outdated.unlink()  # of an answer that has been replaced
     return written
 
 
