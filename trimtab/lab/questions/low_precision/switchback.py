@@ -48,6 +48,7 @@ QUESTION = Question(
     check,
     sizes=(L,),
     lrs=LRS,
+    steps=400,
     always=STEADIED,
     paper="P1",
     figures=figures,

@@ -4,6 +4,9 @@ model of Wortsman et al. 2023a.
 The paper: 77.2 and 77.1 on ImageNet, 67.4 and 67.3 for MoCo, with momentum. A CLIP with AdamW has both a Transformer
 over patches and a text tower with an embedding. At this width the matrices have at least 4096 values, so they have 8
 bits.
+
+After the runs: the claims are about the best learning rate. At the other one all 8-bit arms are worse than 32 bits, and
+seeds differ too much to say why.
 """
 
 from trimtab.lab.questions.optimizers.eight_bits import LATER, OURS, PUBLISHED, no_worse

@@ -3,6 +3,10 @@
 Both kinds are equal at the learning rate of gpt-lab, 0.03. The grid ends at 0.3, where coupled decay takes a fifth of
 the weights per step: with more, weights would be forgotten within a few steps, which is another failure. As in the
 paper, the coupled kind may have its best learning rate lower: the best of two windows of the grid counts.
+
+After the runs: a difference of 2 % in sensitivity is a tie. Above the best learning rate independent decay is less
+sensitive; below it, it is more sensitive, and the best loss is that of coupled decay, so over the whole grid coupled
+decay is less sensitive.
 """
 
 from collections.abc import Iterator

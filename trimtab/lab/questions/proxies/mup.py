@@ -3,6 +3,9 @@
 (Wortsman et al. 2023b.) Two layers, base width 16, qk-norm on. In the paper muParam does, and lowers neither loss nor
 sensitivity; its full form trains at learning rate 1 without a gain at the best one. Steps relative to the size of each
 tensor (RMS-scaled) do too; their learning rate has another meaning, so their sensitivity is not compared.
+
+After the runs: a move by one point of this coarse grid is "moved" in the second claim and "constant" in the last, so
+the runs do not show that RMS-scaled steps are better than the standard parametrisation.
 """
 
 from math import nan

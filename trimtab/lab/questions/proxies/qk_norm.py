@@ -2,6 +2,9 @@
 
 The paper: growing attention logits limit the learning rate, more so in larger models, and qk-norm prevents it. The
 logits grow because queries and keys get longer, not because they align. As there, z-loss is on in both arms.
+
+After the runs: the sensitivity as a whole falls with the size, because small models are too slow at low learning rates
+in short runs. Its part above the best learning rate grows with the size (docs/lab.md has both parts).
 """
 
 from collections.abc import Iterator

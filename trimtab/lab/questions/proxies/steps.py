@@ -1,6 +1,6 @@
 """Does the length of the run change the sensitivity? Figure E.7 of Wortsman et al. 2023b; decay times steps is kept.
 
-In the paper the curve over the learning rate keeps its shape. The grid begins at 0.03: below, the shorter runs are too
+In the paper the curve over the learning rate keeps its shape. The grid begins at 0.01: below, the shorter runs are too
 slow. The part of the sensitivity above the best learning rate is compared too.
 """
 
