@@ -23,8 +23,8 @@ RULE = (
     "The verdict is about the claims of the paper: **reproduced** if every claim of the question's file in "
     "`trimtab/lab/questions/` holds, **partly** if the first one, the main claim, or at least half of them hold, "
     "**not** otherwise; **no answer** if runs are missing for a claim. The rules of a design were written before its "
-    "runs, some after trials with other seeds; a few were made stricter later. The texts report both. A negative answer "
-    "led to a second design, and the first one is in the [log](../log.md)."
+    "runs, some after trials with other seeds; a few were made stricter later. The texts report both. A negative "
+    "answer led to a second design, and the first one is in the [log](../log.md)."
 )
 READING = """## How to read these pages
 
