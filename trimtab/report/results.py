@@ -119,7 +119,7 @@ def _overview(
         lines += [*_rows(("paper", "question", "claim that does not hold", "numbers"), failed), ""]
     lines += [READING]
     if out_of_reach:
-        lines += ["## What cannot be shown here", ""]
+        lines += ["## What is not shown here", ""]
         claims = sorted(((x.paper, x.claim, x.reason, x.needs) for x in out_of_reach), key=lambda row: row[0])
         lines += [*_rows(("paper", "claim", "why not", "what would show it"), claims), ""]
     return "\n".join(lines)

@@ -42,4 +42,10 @@ OUT_OF_REACH = (
         "models of this size answer these tasks by chance; `headline` has the last word of passages",
         "`trimtab eval RUN --tasks hellaswag lambada_openai piqa ...` on such a run",
     ),
+    OutOfReach(
+        "P4",
+        "lengths that adapt to the loss are no better than linear ones; a lower learning rate or a longer warmup costs time",
+        "no question asks it yet; small models could",
+        "`SeqLenWarmup.custom`; arms of `seqlen-warmup` with `warmup=` and a lower learning rate",
+    ),
 )

@@ -58,4 +58,16 @@ OUT_OF_REACH = (
         "training in float16, which CPUs do not accelerate; Trimtab trains in bfloat16, which needs no loss scale",
         "a float16 training on a GPU with a fixed and a dynamic loss scale",
     ),
+    OutOfReach(
+        "P1",
+        "RMS spikes of a middle MLP layer do not precede loss spikes, unlike those of the patch embedding",
+        "no question asks it yet; small models could",
+        "`trimtab analyze` on the runs of `rms-spikes`, which has lead times by tensor",
+    ),
+    OutOfReach(
+        "P1",
+        "the schedule beta2 = 1 - step^-power is no better than a constant with update clipping",
+        "no question asks it yet; small models could",
+        "`--optim.beta2-power` of stable-adamw, against constants of beta2",
+    ),
 )

@@ -50,4 +50,10 @@ OUT_OF_REACH = (
         "no GPU",
         "`python -m bench.memory` measures peaks in host memory up to 1.5B parameters; `state-memory` counts the state",
     ),
+    OutOfReach(
+        "P2",
+        "the parts of the stable embedding one by one: layer norm, initialisation, 32-bit state; 8-bit AdaGrad",
+        "no question asks it yet; small models could",
+        "arms of `ablation` with one part each; `trimtab.optim.Adagrad(bits=8)`",
+    ),
 )
