@@ -6,7 +6,7 @@ import numpy as np
 
 from trimtab.lab.changing import is_changed
 from trimtab.lab.questions.low_precision import stable_adamw as changing_clip
-from trimtab.lab.questions.low_precision.rms_spikes import PATCHES
+from trimtab.lab.questions.low_precision.rms_spikes import MIDDLE, PATCHES
 from trimtab.lab.study import Cell
 from trimtab.runs.reader import Run
 from trimtab.train.zero_shot import ZeroShot
@@ -17,7 +17,7 @@ STALE = 5.0  # an RMS_t that is a spike
 
 def log(*, spikes=0, ahead=3, level=1.0, false=0, most=STALE, features=1.0, height=3.0) -> Run:
     """600 steps at a loss of `level`. Each spike begins one step after the last and is highest two steps later; RMS_t
-    of all tensors is high `ahead` steps before it begins, and of one tensor at other steps (`false`)."""
+    of all tensors but the middle one is high `ahead` steps before it begins, and of one at other steps (`false`)."""
     losses = level * (1 + 0.01 * np.random.default_rng(0).standard_normal(600))
     stale = set()
     for onset in range(100, 100 + 60 * spikes, 60):
@@ -29,6 +29,7 @@ def log(*, spikes=0, ahead=3, level=1.0, false=0, most=STALE, features=1.0, heig
         run.log.add(step, [("loss", loss)])
         rms = dict.fromkeys(TENSORS, most if step in stale else 1.0)
         rms[TENSORS[-1]] = max(rms[TENSORS[-1]], STALE * (step in other))
+        rms[MIDDLE] = 1.0
         signals = [(f"tensors/{name}/rms", value) for name, value in rms.items()]
         run.signals.add(step, [*signals, ("layers/visual.transformer.blocks.0/out_max", features)])
     return run
@@ -86,6 +87,15 @@ def stale_moment(cell: Cell) -> dict:
     return {"loss": 2 + rise, "log": run}
 
 
+def beta2_schedule(cell: Cell, gain: float = 0.0) -> dict:
+    """The higher a constant, the higher the loss; a schedule is between, or gains."""
+    loss = {"beta2 0.9": 2.0, "beta2 0.999": 2.2}.get(cell.arm, 2.1) - gain * cell.arm.startswith("power")
+    run = Run(Path())
+    for step in range(1, 601):
+        run.log.add(step, [("loss", loss)])
+    return {"loss": loss, "log": run}
+
+
 PAPERS = {
     "clip-int8": clip_int8,
     "float8": float8,
@@ -93,5 +103,11 @@ PAPERS = {
     "rms-spikes": rms_spikes,
     "stable-adamw": stable_adamw,
     "stale-moment": stale_moment,
+    "beta2-schedule": beta2_schedule,
 }
-OTHERS = {"float8": float8_harmless, "spikes": equal_spikes, "rms-spikes": late_rms_spikes}
+OTHERS = {
+    "float8": float8_harmless,
+    "spikes": equal_spikes,
+    "rms-spikes": late_rms_spikes,
+    "beta2-schedule": lambda cell: beta2_schedule(cell, 0.5),
+}

@@ -13,11 +13,13 @@ from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.interventions import apply
 from trimtab.lab.questions.optimizers import (
     ablation,
+    adagrad,
     eight_bits,
     eight_bits_classify,
     eight_bits_clip,
     eight_bits_long,
     eight_bits_sensitivity,
+    embedding_parts,
     quantization_error,
     state_memory,
 )
@@ -30,7 +32,10 @@ from trimtab.train.build import build_optimizer
 
 STUDIES = [
     module.QUESTION
-    for module in (eight_bits, ablation, eight_bits_clip, eight_bits_classify, eight_bits_long, eight_bits_sensitivity)
+    for module in (
+        *(eight_bits, ablation, eight_bits_clip, eight_bits_classify, eight_bits_long, eight_bits_sensitivity),
+        *(adagrad, embedding_parts),
+    )
 ]
 
 

@@ -140,6 +140,14 @@ def ablation(cell: Cell) -> dict:
     return {"loss": math.inf, "status": "stopped"} if broken.get(method) else {"loss": loss}
 
 
+def adagrad(cell: Cell, lost: float = 0.0) -> dict:
+    return {"loss": bowl(cell, depth=2.0 if cell.arm.startswith("AdamW") else 2.2 + lost * ("32" not in cell.arm))}
+
+
+def embedding_parts(cell: Cell) -> dict:
+    return {"loss": bowl(cell, depth=2 - {"none": 0, "all three": 0.2}.get(cell.arm, 0.1))}
+
+
 def eight_bits_long(cell: Cell, drift: float = 0.0) -> dict:
     """Losses of all methods are equal, or published ones drift away."""
     drift *= cell.arm.startswith("published")
@@ -176,6 +184,8 @@ PAPERS = {
     "eight-bits-classify": by_arm(),
     "eight-bits-long": eight_bits_long,
     "eight-bits-sensitivity": by_arm(),
+    "adagrad": adagrad,
+    "embedding-parts": embedding_parts,
     "switchback": switchback,
 }
 # Worlds in which the claim is wrong.
@@ -189,6 +199,7 @@ OTHERS = {
     "eight-bits-classify": worse("8 bits"),
     "eight-bits-long": lambda cell: eight_bits_long(cell, 1e-5),
     "eight-bits-sensitivity": worse("published, eps"),
+    "adagrad": lambda cell: adagrad(cell, 0.1),
     "attention": lambda cell: {"loss": bowl(cell), "logits": grows(2)},
     "prediction": lambda cell: {"loss": bowl(cell), "logit_max": 10.0 if cell.size != "4x128" else 1e4},
     "width-depth": lambda cell: {"loss": bowl(cell, steep=0.1 * math.log2(cell.config.model.width))},

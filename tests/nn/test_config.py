@@ -117,7 +117,7 @@ SWITCHES = {
     "kappa": st.sampled_from([None, None, 1.0, 1e4, 0.0]),
     "checkpointing": st.booleans(),
     "positions": st.sampled_from(["rope", "learned"]),
-    "embedding": st.sampled_from(["plain", "stable"]),
+    "embedding": st.sampled_from(["plain", "stable", "norm", "xavier"]),
     "tied": st.booleans(),
     "z_loss": st.sampled_from([0.0, 1e-4, 1.0, -1.0]),
     "mup": st.sampled_from(["off", "off", "simple", "intermediate", "full"]),

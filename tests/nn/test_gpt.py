@@ -114,6 +114,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "kappa": {"kappa": 100.0},
     "positions": {"positions": "learned"},
     "embedding": {"embedding": "stable"},
+    "embedding norm": {"embedding": "norm"},
+    "embedding xavier": {"embedding": "xavier"},
     "tied": {"tied": True},
     "z_loss": {"z_loss": 0.1},
     "mup intermediate": {"mup": "intermediate"},

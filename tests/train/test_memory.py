@@ -100,7 +100,9 @@ def test_the_weights_are_exact(config):
 
 
 @pytest.mark.parametrize("make", [gpt, clip])
-@pytest.mark.parametrize("name", ["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "torch-adamw"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "adagrad", "torch-adamw"]
+)
 def test_the_optimizer_state_is_that_of_a_real_optimizer(make: Callable[..., RunConfig], name):
     state: dict[str, Any] = {"optim.bits": 32} if name == "torch-adamw" else {"optim.bits": 8, "optim.block": 64}
     config = make(**{"optim.name": name, **state})

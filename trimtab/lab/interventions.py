@@ -262,7 +262,10 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
         lambda s: s.model(attention_scale=s.choice("linear", ("sqrt", "linear"))),
     ),
     "layer-scale": ("a learned gain on each residual branch: =0", lambda s: s.model(layer_scale=s.number(0.0))),
-    "stable-embedding": ("layer norm after the embedding", lambda s: s.flag().model(embedding="stable")),
+    "stable-embedding": (
+        "layer norm after the embedding, and Xavier initialisation; =norm or =xavier: one of them",
+        lambda s: s.model(embedding=s.choice("stable", ("stable", "norm", "xavier"))),
+    ),
     "mup": ("muParam: =simple, intermediate or full; base: the study's smallest width, or mup=simple:16", _mup),
     "linear": ("=KIND of linear layers: llm-int8, ...", lambda s: s.model(linear=s.choice("switchback", LINEARS))),
     "switchback": ("int8 linear layers whose weight gradient is not quantized", _linear("switchback")),
@@ -284,8 +287,13 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
         "=x: decay rate of the second moment",
         lambda s: s.optim(betas=(s.config.optim.betas[0], s.number(above=0, below=1))),
     ),
+    "beta2-power": (
+        "=x: StableAdamW with beta2 = 1 - step^-x in place of a constant",
+        lambda s: s.optim(name="stable-adamw", beta2_power=s.number(above=0)),
+    ),
     "rms-scaled": ("AdamW, the step of each tensor relative to its weights", lambda s: s.flag().optim(rms_scaled=True)),
     "stable-adamw": ("smaller steps if the second moment is stale", lambda s: s.flag().optim(name="stable-adamw")),
+    "adagrad": ("AdaGrad, whose second moment is a sum", lambda s: s.flag().optim(name="adagrad")),
     "adafactor": (
         "Adafactor with momentum, a second moment of rows and columns",
         lambda s: s.flag().optim(name="adafactor", bits=32, embedding_bits=32),

@@ -55,7 +55,7 @@ class GPTConfig(BlockConfig):
     vocab: int
     context: int = 512  # largest sequence length
     positions: Literal["rope", "learned"] = "rope"
-    embedding: Literal["plain", "stable"] = "plain"
+    embedding: Literal["plain", "stable", "norm", "xavier"] = "plain"  # stable: with norm and xavier
     tied: bool = False  # head and embedding share one matrix
     z_loss: float = 0.0  # 1e-4 prevents drift of the output logits
     mup: Literal["off", "simple", "intermediate", "full"] = "off"
@@ -87,9 +87,13 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        stable = config.embedding == "stable"
-        self.embedding = (StableEmbedding if stable else nn.Embedding)(config.vocab, config.width)
-        if not stable:
+        xavier, norm = config.embedding in ("stable", "xavier"), config.embedding in ("stable", "norm")
+        self.embedding = (
+            nn.Embedding(config.vocab, config.width)
+            if config.embedding == "plain"
+            else StableEmbedding(config.vocab, config.width, xavier=xavier, norm=norm)
+        )
+        if not xavier:
             nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
         self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         self.transformer = Transformer(config.transformer)

@@ -195,5 +195,7 @@ def _make_optimizer(groups: list[dict[str, Any]], config: OptimConfig) -> torch.
             return optim.AdafactorMomentum(groups, lr=config.lr, betas=config.betas)
         case "lion":
             return optim.Lion(groups, lr=config.lr, betas=config.betas, **state)
+        case "adagrad":
+            return optim.Adagrad(groups, lr=config.lr, eps=config.eps, **state)
         case "sgd":
             return optim.SGD(groups, lr=config.lr, momentum=config.betas[0], **state)

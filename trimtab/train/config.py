@@ -31,7 +31,9 @@ from trimtab.schedule.seqlen import Arithmetic, Kind
 from trimtab.screen import printable
 from trimtab.watch import Actions, Alarm
 
-Optimizer = Literal["adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "adafactor", "torch-adamw"]
+Optimizer = Literal[
+    "adamw", "stable-adamw", "adam", "lion", "lamb", "ademamix", "sgd", "adagrad", "adafactor", "torch-adamw"
+]
 Parallel = Literal["ddp", "fsdp2"]
 Run = TypeVar("Run", bound="RunConfig")
 # Of learning rate, weight decay and eps. Published ones are below 100 (LARS has the largest learning rates, about 30);

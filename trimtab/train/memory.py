@@ -28,7 +28,7 @@ from trimtab.train.processes import Processes
 Known = GPTRun | CLIPRun  # runs whose models are known
 Sizes = Iterator[tuple[int, int, bool]]  # tensors that are alike: their number, their size, whether they are embeddings
 FLOAT = 4  # bytes
-MOMENTS = {"lion": 1, "sgd": 1, "adafactor": 1, "ademamix": 3}  # the other optimizers have 2
+MOMENTS = {"lion": 1, "sgd": 1, "adagrad": 1, "adafactor": 1, "ademamix": 3}  # the other optimizers have 2
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -142,7 +142,7 @@ def _tensors(model: GPTConfig | CLIPConfig) -> Sizes:
         yield 0 if model.tied else 1, model.vocab * model.width, False
         yield 1 if model.positions == "learned" else 0, model.context * model.width, True
         yield norm, model.width, False
-        yield 2 if model.embedding == "stable" else 0, model.width, True
+        yield 2 if model.embedding in ("stable", "norm") else 0, model.width, True
         return
     yield from _block_tensors(model.image_tower)
     yield from _block_tensors(model.text_tower)

@@ -44,8 +44,8 @@ OUT_OF_REACH = (
     ),
     OutOfReach(
         "P4",
-        "lengths that adapt to the loss are no better than linear ones; a lower learning rate or a longer warmup costs time",
-        "no question asks it yet; small models could",
-        "`SeqLenWarmup.custom`; arms of `seqlen-warmup` with `warmup=` and a lower learning rate",
+        "lengths that adapt to the loss are no better than linear ones",
+        "here the length is a function of the step alone, so that a resumed run has the same lengths",
+        "`SeqLenWarmup.custom` in a loop of one's own, with a function that knows the losses",
     ),
 )

@@ -2,6 +2,7 @@
 
 from trimtab.analysis.answers import OutOfReach
 from trimtab.lab.questions.low_precision import (
+    beta2_schedule,
     clip_int8,
     float8,
     int8_time,
@@ -25,6 +26,7 @@ QUESTIONS = tuple(
         rms_spikes,
         stable_adamw,
         stale_moment,
+        beta2_schedule,
     )
 )
 OUT_OF_REACH = (
@@ -57,17 +59,5 @@ OUT_OF_REACH = (
         "spikes make gradients overflow in 16 bits, and a loss scale per tensor helps",
         "training in float16, which CPUs do not accelerate; Trimtab trains in bfloat16, which needs no loss scale",
         "a float16 training on a GPU with a fixed and a dynamic loss scale",
-    ),
-    OutOfReach(
-        "P1",
-        "RMS spikes of a middle MLP layer do not precede loss spikes, unlike those of the patch embedding",
-        "no question asks it yet; small models could",
-        "`trimtab analyze` on the runs of `rms-spikes`, which has lead times by tensor",
-    ),
-    OutOfReach(
-        "P1",
-        "the schedule beta2 = 1 - step^-power is no better than a constant with update clipping",
-        "no question asks it yet; small models could",
-        "`--optim.beta2-power` of stable-adamw, against constants of beta2",
     ),
 )

@@ -3,11 +3,13 @@
 from trimtab.analysis.answers import OutOfReach
 from trimtab.lab.questions.optimizers import (
     ablation,
+    adagrad,
     eight_bits,
     eight_bits_classify,
     eight_bits_clip,
     eight_bits_long,
     eight_bits_sensitivity,
+    embedding_parts,
     quantization_error,
     state_memory,
 )
@@ -17,10 +19,12 @@ QUESTIONS = tuple(
     for module in (
         eight_bits,
         ablation,
+        embedding_parts,
         eight_bits_clip,
         eight_bits_classify,
         eight_bits_long,
         eight_bits_sensitivity,
+        adagrad,
         quantization_error,
         state_memory,
     )
@@ -49,11 +53,5 @@ OUT_OF_REACH = (
         "the memory of a whole training shrinks by up to 8.5 GB (Table 1)",
         "no GPU",
         "`python -m bench.memory` measures peaks in host memory up to 1.5B parameters; `state-memory` counts the state",
-    ),
-    OutOfReach(
-        "P2",
-        "the parts of the stable embedding one by one: layer norm, initialisation, 32-bit state; 8-bit AdaGrad",
-        "no question asks it yet; small models could",
-        "arms of `ablation` with one part each; `trimtab.optim.Adagrad(bits=8)`",
     ),
 )
