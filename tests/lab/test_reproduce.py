@@ -178,8 +178,8 @@ def test_the_smallest_setting_of_every_study_gives_an_answer(name, tmp_path):
     asked = QUESTIONS[name]
     small = {"batch": 16, "eval_batches": 1} if "batch" in asked.fields else {"eval_batches": 1}
     steps = 100 if name == "pacing" else 20  # its two stages change at step 75
-    # The headline needs a learning rate above the best one, also of a run of a few steps.
-    lrs = (0.01, 3.0) if name == "headline" else asked.lrs
+    # The headline needs learning rates below and above the best one, also of a run of a few steps.
+    lrs = (1e-5, 0.01, 3.0) if name == "headline" else asked.lrs
     asked = replace(asked, steps=steps, seeds=1, lrs=lrs, fields=asked.fields | small)
     study = asked.study()
     narrow = replace(study, sizes=tuple(replace(size, depth=1, width=32, heads=2) for size in study.sizes))

@@ -24,6 +24,7 @@ from trimtab.lab.executors import Executor, make_executor
 from trimtab.lab.questions import QUESTIONS, Measurement, Question, find_question
 from trimtab.lab.study import Study
 from trimtab.lab.sweep import sweep
+from trimtab.report.numbers import duration
 from trimtab.runs import End, RunError, RunFolder, replace_json, require_json
 from trimtab.screen import open_console
 
@@ -49,14 +50,17 @@ def reproduce(
     """
     console = console or open_console()
     chosen = [find_question(name) for name in names] or list(QUESTIONS.values())
+    known = {question.name: _known(question, answers) for question in chosen}
+    minutes = {one.name: max(one.minutes if (had := known[one.name]) is None else had.minutes, 1) for one in chosen}
+    if len(chosen) > 1:
+        _say(console, f"{len(chosen)} questions, about {duration(60 * sum(minutes.values()))} on two cores in all")
     for place, question in enumerate(chosen, start=1):
-        path = answers / f"{question.name}.json"
-        if path.exists() and not again and _has_run(question, out / question.name):
-            answer = read_answer(path)
-            if is_current(answer, question):
-                _report(console, answer)
-                continue
-        _say(console, f"[{place} of {len(chosen)}] {question.name}: {question.text} About {question.minutes:.0f} min")
+        had = known[question.name]
+        if had is not None and not again and _has_run(question, out / question.name):
+            _report(console, had)
+            continue
+        about = f"About {minutes[question.name]:.0f} min"
+        _say(console, f"[{place} of {len(chosen)}] {question.name}: {question.text} {about}")
         stopped = _run(question, out / question.name, make or _local, console)
         if stopped is not None:
             return stopped
@@ -64,6 +68,13 @@ def reproduce(
         answer.write(answers)
         _report(console, answer)
     return None
+
+
+def _known(question: Question | Measurement, answers: Path) -> Answer | None:
+    """The answer to the question as it is today."""
+    path = answers / f"{question.name}.json"
+    answer = read_answer(path) if path.exists() else None
+    return answer if answer is not None and is_current(answer, question) else None
 
 
 def _has_run(question: Question | Measurement, folder: Path) -> bool:

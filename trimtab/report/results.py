@@ -52,10 +52,13 @@ def write_results(
     out_of_reach: Iterable[OutOfReach] = (),
     asked: Iterable[tuple[Paper, str, str]] = (),
 ) -> list[Path]:
-    """Write all pages; returns their paths, the overall table first. `asked` are all questions: paper, name, text."""
+    """Write all pages; returns their paths, the overall table first. `asked` are all questions in the order of the
+    pages: paper, name, text."""
     (folder / "figures").mkdir(parents=True, exist_ok=True)
-    answered = {answer.name for answer in answers}
+    asked, answered = list(asked), {answer.name for answer in answers}
     missing = [question for question in asked if question[1] not in answered]
+    places = {name: place for place, (_, name, _) in enumerate(asked)}
+    answers = sorted(answers, key=lambda answer: places.get(answer.name, len(places)))
     written = [_write(folder / "README.md", _overview(answers, missing, list(out_of_reach)))]
     for paper, title in PAPERS.items():
         mine = [answer for answer in answers if answer.paper == paper]
@@ -152,7 +155,11 @@ def _section(answer: Answer) -> list[str]:
         lines += [f"![{figure.title}](figures/{answer.name}-{figure.name}.svg)", ""]
     for table in answer.tables:
         lines += _table(table)
-    lines += [f"`{answer.command}`: {answer.design} {answer.minutes:.0f} min on {answer.machine}, {answer.date}.", ""]
+    design, _, arms = answer.design.partition(" Arms: ")
+    lines += [f"`{answer.command}`: {design} {answer.minutes:.0f} min on {answer.machine}, {answer.date}.", ""]
+    if arms:
+        lines += ['<details markdown="1"><summary>The arms and their switches</summary>', ""]
+        lines += [*(f"- {arm}" for arm in arms.removesuffix(".").split("; ")), "", "</details>", ""]
     return lines
 
 

@@ -51,8 +51,9 @@ class Asked:
 
     @property
     def about(self) -> str:
-        """What the paper found, and where."""
-        return " ".join((self.doc or "").partition("?")[2].split())
+        """What the paper found, and where; paragraphs of one line each."""
+        paragraphs = (self.doc or "").partition("?")[2].split("\n\n")
+        return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs).strip()
 
 
 @dataclass(frozen=True)
