@@ -13,6 +13,7 @@ from trimtab.lab.questions import QUESTIONS, Question, find_question, list_quest
 from trimtab.lab.questions.proxies.qk_norm import lead
 from trimtab.lab.study import Cell, Study
 from trimtab.nn import ConfigError
+from trimtab.train.last_word import LastWords
 
 FIRST = 6.0
 OPTIMUM = 1e-2
@@ -127,7 +128,8 @@ def eps(cell: Cell) -> dict:
 
 
 def switchback(cell: Cell) -> dict:
-    return {"loss": bowl(cell, depth={"llm-int8": 2.1, "fp8-tensorwise": 2.5}.get(cell.arm, 2.0))}
+    bad = cell.arm == "llm-int8"
+    return {"loss": bowl(cell, depth=2.0 + 0.1 * bad), "words": LastWords(0.5 - 0.1 * bad, 0.0, 20.0, 256)}
 
 
 def ablation(cell: Cell) -> dict:
