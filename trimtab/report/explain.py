@@ -220,7 +220,7 @@ def _(x: problems.LogitGrowth, used: Used) -> Words:
     gains = "Queries and keys are normalised, so the gains of the norm, or kappa, are too large. "
     why = gains if used.get(QK_NORM) else ""
     advice = f"{remedies(used, QK_NORM, LOWER_LR, WARMUP)}. {why}"
-    advice += f"Runs with logits near {CRITICAL_LOGIT:g} diverge at every size"
+    advice += f"Large models diverge with logits above {CRITICAL_LOGIT:g}; small ones may go on with a high loss"
     return "attention logits", what, evidence + _lead_words(x.step, x.rises), advice
 
 
