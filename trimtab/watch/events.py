@@ -347,7 +347,7 @@ def advise(kind: str, signal: str, hints: Mapping[str, Any] = NO_HINTS) -> str:
                 f"lower {rate} or warm up longer"
             )
         case "attention logits":
-            return f"If logits grow further, the loss rises or training diverges: {_choose('use qk-norm', f'lower {rate}')}"
+            return f"With larger logits the loss rises or training diverges: {_choose('use qk-norm', f'lower {rate}')}"
         case "drift" if signal == "logit_max":
             return "Attention logits move steadily in one direction. Use qk-norm"
         case "drift" if signal == "param_rms":
