@@ -8,13 +8,12 @@ matters how quickly the second moment follows. Powers of 0.45, 0.65 and 0.8 end 
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from trimtab.analysis.answers import Table
-from trimtab.lab.changing import ROWS
-from trimtab.lab.questions.low_precision.spikes import STEPS
-from trimtab.lab.questions.low_precision.stable_adamw import CHANGING
+from trimtab.lab.questions.low_precision import stale_moment
 from trimtab.lab.questions.low_precision.stale_moment import LRS, SIZE, changed_loss
-from trimtab.lab.questions.question import Checks, Evidence, Question, Values, judge, mean
+from trimtab.lab.questions.question import Checks, Evidence, Values, judge, mean
 
 CONSTANTS = {f"beta2 {beta:g}": (f"beta2={beta:g}", "stable-adamw") for beta in (0.9, 0.95, 0.99, 0.999)}
 SCHEDULES = {f"power {power:g}": (f"beta2-power={power:g}",) for power in (0.45, 0.5, 0.65, 0.8)}
@@ -51,18 +50,6 @@ def tables(found: Evidence) -> Iterable[Table]:
     yield Table("Means over seeds", columns, rows)
 
 
-QUESTION = Question(
-    "beta2-schedule",
-    __doc__,
-    ARMS,
-    check,
-    sizes=(SIZE,),
-    lrs=LRS,
-    seeds=4,
-    steps=STEPS,
-    paper="P1",
-    subject="trimtab.lab.changing:gpt",
-    fields={**CHANGING, "batch": ROWS, "eval_batches": 64},
-    tables=tables,
-    measured=6.0,
+QUESTION = replace(
+    stale_moment.QUESTION, name="beta2-schedule", doc=__doc__, arms=ARMS, check=check, figures=None, tables=tables
 )
