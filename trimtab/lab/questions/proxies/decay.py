@@ -4,9 +4,9 @@ Both kinds are equal at the learning rate of gpt-lab, 0.03. The grid ends at 0.3
 the weights per step: with more, weights would be forgotten within a few steps, which is another failure. As in the
 paper, the coupled kind may have its best learning rate lower: the best of two windows of the grid counts.
 
-After the runs: a difference of 2 % in sensitivity is a tie. Above the best learning rate independent decay is less
-sensitive; below it, it is more sensitive, and the best loss is that of coupled decay, so over the whole grid coupled
-decay is less sensitive.
+After the runs the first claim was made stricter: a difference of 2 % in sensitivity is a tie. Above the best learning
+rate independent decay is less sensitive; below it, it is more sensitive, and the best loss is that of coupled decay, so
+over the whole grid coupled decay is less sensitive.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,14 @@ from trimtab.lab.questions.question import STEADIED, Checks, Evidence, M, Questi
 ARMS = {"independent": (), "coupled": ("coupled-decay",)}
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 EQUAL = 3e-2  # where both take the same share of the weights per step: the learning rate of gpt-lab
+LESS = 1.05  # times less sensitive; closer is a tie
 NOISE = 0.02  # relative difference between arms with the same decay
 
 
 def check(found: Evidence) -> Checks:
     kinds = {"coupled": _windowed(found, "coupled", 2), "independent": _windowed(found, "independent", 1)}
-    yield judge(f"at {M} independent decay is less sensitive than coupled decay", kinds, falls)
+    claim = f"at {M} independent decay is at least {LESS - 1:.0%} less sensitive than coupled decay"
+    yield judge(claim, kinds, lambda coupled, independent: coupled >= LESS * independent)
     highest = {arm: _loss(found, arm, LRS[-1]) for arm in ("coupled", "independent")}
     yield judge("at the highest learning rate the loss is lower with independent decay", highest, falls)
     same = {arm: _loss(found, arm, EQUAL) for arm in ARMS}
