@@ -259,7 +259,7 @@ def test_every_study_can_be_run_and_takes_minutes(name):
     assert study.name == name
     assert len({cell.name for cell in cells}) == len(cells)
     assert len(study.seeds) >= 2
-    assert 1 < QUESTIONS[name].minutes < 40
+    assert 1 < QUESTIONS[name].minutes <= 15
     assert Study.from_json(study.to_json()) == study
 
 

@@ -228,9 +228,9 @@ def _list() -> int:
     from trimtab.lab.questions import list_questions
 
     print("questions (trimtab reproduce NAME; those with runs also --study NAME)")
-    print("\n".join(f"  {name:16} {question} ({minutes:.0f} min)" for name, question, minutes in list_questions()))
+    print("\n".join(f"  {name:22} {question} ({minutes:.0f} min)" for name, question, minutes in list_questions()))
     print("\nswitches (--arms plain NAME NAME=VALUE+NAME ...)")
-    print("\n".join(f"  {name:16} {text}" for name, text in list_switches()))
+    print("\n".join(f"  {name:22} {text}" for name, text in list_switches()))
     print("\nsubjects: package.file:function, or a recipe\n" + list_recipes())
     return 0
 

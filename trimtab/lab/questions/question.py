@@ -73,11 +73,11 @@ class Question(Asked):
     figures: "Callable[[Evidence], Iterable[Figure]] | None" = None  # besides the loss against the learning rate
     tables: "Callable[[Evidence], Iterable[Table]] | None" = None
     curves: bool = True  # show the loss against the learning rate; of few rates and many arms it says nothing
-    measured: float | None = None  # minutes on two cores, of a subject whose time cannot be estimated
+    measured: float | None = None  # minutes on two cores, where they cannot be estimated well
 
     @property
     def minutes(self) -> float:
-        return self.study().minutes or self.measured or 0.0
+        return self.measured or self.study().minutes or 0.0
 
     def study(self) -> Study:
         return Study(

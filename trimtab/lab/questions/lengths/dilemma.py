@@ -148,4 +148,5 @@ QUESTION = Question(
     fields=FIELDS | {"schedule.lr.floor": LRS[0] / 15},
     figures=figures,
     tables=tables,
+    measured=10.0,
 )

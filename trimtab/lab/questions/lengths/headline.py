@@ -151,4 +151,5 @@ QUESTION = Question(
     fields=FIELDS | {"schedule.lr.floor": LRS[0] / 15, "eval_every": 5},
     figures=figures,
     tables=tables,
+    measured=11.0,
 )

@@ -120,4 +120,5 @@ QUESTION = Question(
     fields=FIELDS,
     figures=figures,
     tables=tables,
+    measured=9.0,
 )

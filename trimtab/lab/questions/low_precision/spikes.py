@@ -127,4 +127,5 @@ QUESTION = Question(
     fields=UNSTEADY,
     figures=figures,
     tables=tables,
+    measured=5.0,
 )

@@ -132,4 +132,5 @@ QUESTION = Question(
     paper="P2",
     tables=tables,
     curves=False,
+    measured=8.0,
 )
