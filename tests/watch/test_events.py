@@ -197,7 +197,8 @@ def test_logits_that_stay_high_are_one_event_at_every_look():
     assert looks == [True, False, False, True]
 
 
-STABLE = {"clip_threshold": 1.0, "betas": (0.9, 0.9), "eps": 1e-15, "qk_norm": True, "z_loss": True, "lr": 0.1}
+STABLE = {"clip_threshold": 1.0, "betas": (0.9, 0.9), "eps": 1e-15, "lr": 0.1}
+STABLE |= {"qk_norm": True, "z_loss": True, "clipped": True}
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,7 @@ STABLE = {"clip_threshold": 1.0, "betas": (0.9, 0.9), "eps": 1e-15, "qk_norm": T
     [
         ("rms spike", "rms", "use StableAdamW"),
         ("rms spike", "rms", "lower β₂"),
+        ("rms spike", "rms", "clip gradients,"),
         ("loss spike", "loss", "use StableAdamW"),
         ("loss spike", "one loss", "lower β₂"),
         ("gradient near eps", "grad_rms", "smaller eps"),

@@ -306,13 +306,15 @@ class Detector:
 def advise(kind: str, signal: str, hints: Mapping[str, Any] = NO_HINTS) -> str:
     """Likely cause of an alarm, then what to change: nothing that the run already has.
 
-    `hints` are the hyper-parameters of the tensor, and `qk_norm` and `z_loss` if the model has them; may be empty.
+    `hints` are the hyper-parameters of the tensor, `qk_norm` and `z_loss` if the model has them, and whether gradients
+    have been `clipped` of late; may be empty.
     """
     eps, betas, lr = hints.get("eps"), hints.get("betas"), hints.get("lr")
     rate = "the learning rate" if lr is None else f"the learning rate (now {float(lr):g})"
     stable = [] if "clip_threshold" in hints else ["use StableAdamW"]
     if betas and float(betas[1]) > LOW_BETA2:
         stable.insert(0, f"lower β₂ (now {float(betas[1]):g})")
+    stable.insert(0, "clip gradients to a lower norm" if hints.get("clipped") else "clip gradients")
     match kind:
         case "rms spike":
             known = "" if "use StableAdamW" in stable else ". StableAdamW already shortens this step"
@@ -326,8 +328,8 @@ def advise(kind: str, signal: str, hints: Mapping[str, Any] = NO_HINTS) -> str:
                 f"Otherwise: {_choose(*stable, f'lower {rate}', 'warm up longer')}"
             )
         case "loss spike":
-            first = f"If an rms spike came first: {_choose(*stable)}. Otherwise" if stable else "What helps"
-            return f"{first}: {_choose(f'lower {rate}', 'warm up longer', 'use sequence length warmup')}"
+            first, others = _choose(*stable), _choose(f"lower {rate}", "warm up longer", "use sequence length warmup")
+            return f"If an rms spike came first: {first}. Otherwise: {others}"
         case "explosion":
             return (
                 f"The loss was {hints['before']}: the updates of the first steps are too large. "

@@ -19,6 +19,7 @@ watcher is reported once, as an alarm, and disables the watcher on all processes
 """
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -298,6 +299,7 @@ class Watch:
             clipped = float(grad_norm) > 1.001 * totals["grad_norm"]
             self._clipped = [*self._clipped, int(clipped)][-self.detector.rules.window :]
             totals["clip_fraction"] = sum(self._clipped) / len(self._clipped)
+            self._remedies["clipped"] = any(self._clipped)
         given = [x if known else None for x, known in zip(losses.tolist(), shared.given, strict=True)]
         alarms, self._alarms = self._alarms + self._check(given, tensors, layers, totals), []
         loss = given[-1] if given else None
@@ -346,7 +348,10 @@ class Watch:
         self._params, self._plan = params, self._make_plan(watched)
         self.detector.forget(before - set(self._plan.names))
         self._hints = {
-            names[p]: group for group in self.optimizer.param_groups for p in group["params"] if p in watched
+            names[p]: ChainMap(self._remedies, group)
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p in watched
         }
 
     def _all_parameters(self) -> list[Tensor]:
