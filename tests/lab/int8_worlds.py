@@ -6,12 +6,13 @@ import numpy as np
 
 from trimtab.lab.changing import is_changed
 from trimtab.lab.questions.low_precision import stable_adamw as changing_clip
-from trimtab.lab.questions.low_precision.rms_spikes import MIDDLE, PATCHES
+from trimtab.lab.questions.low_precision.rms_spikes import PATCHES
 from trimtab.lab.study import Cell
 from trimtab.runs.reader import Run
 from trimtab.train.zero_shot import ZeroShot
 
 TENSORS = (PATCHES, changing_clip.PATCHES, *(f"blocks.{i}.weight" for i in range(7)))
+MIDDLE = "visual.transformer.blocks.1.mlp.up.weight"
 STALE = 5.0  # an RMS_t that is a spike
 
 

@@ -78,6 +78,7 @@ class Answer:
     paper: Paper
     question: str
     about: str  # what the paper found, and how this study differs
+    second: bool = False  # the second design; the first one is in docs/log.md
     checks: tuple[Check, ...]
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -154,12 +155,21 @@ def _line(curve: Curve) -> Line:
 
 def curves_table(curves: Sequence[Curve]) -> Table:
     """The numbers that the sensitivity must not be read without."""
-    columns = ("size", "arm", "best loss", "at lr", "sensitivity", "fails from lr", "stopped early")
+    columns = ("size", "arm", "best loss", "range over seeds", "at lr", "sensitivity", "fails from lr", "stopped early")
     rows = [
-        (c.size, c.arm, c.best_loss, c.best_lr, c.sensitivity, c.failing_lr, f"{sum(c.broken)} of {sum(c.seeds)}")
+        (
+            *(c.size, c.arm, c.best_loss, _range(c), c.best_lr, c.sensitivity, c.failing_lr),
+            f"{sum(c.broken)} of {sum(c.seeds)}",
+        )
         for c in curves
     ]
     return Table("Best loss and sensitivity", columns, rows)
+
+
+def _range(curve: Curve) -> str:
+    """Of the seeds, at the best learning rate."""
+    at = curve.lrs.index(curve.best_lr)
+    return f"{curve.low[at]:.3g} to {curve.high[at]:.3g}"
 
 
 def thin(figure: Figure) -> Figure:

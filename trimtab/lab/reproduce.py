@@ -100,7 +100,7 @@ def reword(answers: Path) -> list[Answer]:
     for answer in read_answers(answers):
         question = QUESTIONS.get(answer.name)
         if question is not None and is_current(answer, question):
-            texts = replace(answer, question=question.text, about=question.about)
+            texts = replace(answer, question=question.text, about=question.about, second=question.second)
             if texts != answer:
                 texts.write(answers)
             answer = texts
@@ -134,6 +134,7 @@ def answer_from(question: Question | Measurement, folder: Path) -> Answer:
         paper=question.paper,
         question=question.text,
         about=question.about,
+        second=question.second,
         command=f"trimtab reproduce {question.name}",
         machine=describe_machine(cores),
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

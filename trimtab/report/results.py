@@ -5,6 +5,7 @@
 Figures are drawn from the points in the answers; no number is typed.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -31,12 +32,19 @@ READING = """## How to read these pages
 - **2x32** is a model with 2 layers of width 32. `gpt-lab` and `clip-lab` are the small models of the lab
   (`trimtab recipes`); an **arm** is one way to train them.
 - Losses are in **nats**. **Best loss** is the validation loss at the best learning rate, mean over seeds.
-- **Sensitivity**: the loss above the best one, averaged over the learning rates. A run that fails has the loss before
-  training.
+- **Sensitivity**: the loss above the best one, averaged over the learning rates. A run that stops early, or ends above
+  the loss before training, counts with the loss before training.
 - **Fails from lr**: the lowest learning rate whose loss is clearly above the best, or above that of a smaller model
   ([the limit](../lab.md)). **Edge of stability**: here the learning rate between those that train and those that fail,
   not the sharpness of Cohen et al. 2021. **Stopped early**: runs that ended without a finite loss.
-- **Range over seeds**: the highest minus the lowest.
+- **Range over seeds**: in the tables the lowest and the highest, at the best learning rate; in claims their difference.
+  A difference between two arms that is smaller shows little.
+- **Onset** of a loss spike: its first step. **Peak**: its highest. A **large** spike at least doubles the loss. **By
+  chance**: the share of spikes that as many RMS spikes at random steps would precede. **p**: the probability that
+  chance gives a number as high.
+- **Noise** of the loss ratio: its 95th percentile in the last fifth of a run that trains. **Unstable steps**: those
+  with a loss ratio above 1.2 times the noise.
+- **Steadied**: with qk-norm and z-loss. **muParam**: learning rates and initial values that depend on the width.
 - **RMS_t**: the gradient over the root of the second moment, root mean square over a tensor; near 1 while the second
   moment is up to date. **Loss ratio**: the loss over the best loss before it. **√v**: the root of Adam's second moment.
   **log Z**: the logarithm of the sum of the exponentials of the output logits.
@@ -108,13 +116,14 @@ def _overview(
         *summarize(answers),
         "",
     ]
-    rows = [(paper, text, f"not run yet: `trimtab reproduce {name}`", "", "") for paper, name, text in missing]
+    rows = [(paper, text, f"not run yet: `trimtab reproduce {name}`", "", "", "") for paper, name, text in missing]
     for answer in answers:
         held = f"{sum(bool(check.passed) for check in answer.checks)} of {len(answer.checks)}"
         main = MARKS[answer.checks[0].passed] if answer.checks else ""
-        rows.append((answer.paper, _link(answer, answer.question), answer.verdict, main, held))
+        design = "second" if answer.second else "first"
+        rows.append((answer.paper, _link(answer, answer.question), answer.verdict, main, held, design))
     rows.sort(key=lambda row: row[0])
-    lines += _rows(("paper", "question", "verdict", "main claim holds", "claims that hold"), rows)
+    lines += _rows(("paper", "question", "verdict", "main claim holds", "claims that hold", "design"), rows)
     lines += ["", *(f"- {paper}: {title}." for paper, title in PAPERS.items()), ""]
     failed = [(a.paper, _link(a, a.name), c.claim, c.evidence) for a in answers for c in a.checks if c.passed is False]
     if failed:
@@ -144,9 +153,9 @@ def _section(answer: Answer) -> list[str]:
     lines = [
         f"## {answer.name}",
         "",
-        f"**{answer.question}** {answer.about}",
+        f"**{answer.question}** {_linked(answer.about)}",
         "",
-        f"Verdict: **{answer.verdict}**.",
+        f"Verdict: **{answer.verdict}**{', of the second design' if answer.second else ''}.",
         "",
     ]
     checks = [(check.claim, MARKS[check.passed], check.evidence) for check in answer.checks]
@@ -161,6 +170,17 @@ def _section(answer: Answer) -> list[str]:
         lines += ['<details markdown="1"><summary>The arms and their switches</summary>', ""]
         lines += [*(f"- {arm}" for arm in arms.removesuffix(".").split("; ")), "", "</details>", ""]
     return lines
+
+
+def _linked(text: str) -> str:
+    """With links in place of the names of other pages."""
+    return re.sub(
+        r"docs/((?:results/)?([a-z0-9-]+)\.md)", lambda found: f"[{found[2]}]({_from_results(found[1])})", text
+    )
+
+
+def _from_results(page: str) -> str:
+    return page.removeprefix("results/") if page.startswith("results/") else f"../{page}"
 
 
 def _table(table: Table) -> list[str]:

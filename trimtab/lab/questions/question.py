@@ -65,6 +65,7 @@ class Question(Asked):
     sizes: Sequence[str | Size] = (M,)
     lrs: Sequence[float] = LRS
     seeds: int = 3
+    first_seed: int = 0  # a second design that an arm of the first one suggested has others
     steps: int = 500
     always: Sequence[str] = ()  # switches that every arm begins with
     paper: Paper = "P3"
@@ -73,6 +74,7 @@ class Question(Asked):
     figures: "Callable[[Evidence], Iterable[Figure]] | None" = None  # besides the loss against the learning rate
     tables: "Callable[[Evidence], Iterable[Table]] | None" = None
     curves: bool = True  # show the loss against the learning rate; of few rates and many arms it says nothing
+    second: bool = False  # the second design; docs/log.md has the first
     measured: float | None = None  # minutes on two cores, where they cannot be estimated well
 
     @property
@@ -88,7 +90,7 @@ class Question(Asked):
             sizes=tuple(parse_size(size) if isinstance(size, str) else size for size in self.sizes),
             lrs=tuple(self.lrs),
             arms=tuple(Arm(arm, (*self.always, *switches)) for arm, switches in self.arms.items()),
-            seeds=tuple(range(self.seeds)),
+            seeds=tuple(range(self.first_seed, self.first_seed + self.seeds)),
         )
 
     def evidence(self, findings: Findings, **readers: Any) -> "Evidence":
@@ -110,6 +112,7 @@ class Measurement(Asked):
     design: str  # what is measured, in a sentence
     figures: Callable[[Numbers], Iterable[Figure]] | None = None
     tables: Callable[[Numbers], Iterable[Table]] | None = None
+    second: bool = False  # as of a Question
 
     def answer(self, numbers: Numbers) -> list[Check]:
         return list(self.check(numbers))
@@ -212,6 +215,10 @@ def known(x: float) -> float | None:
 def mean(values: Iterable[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
     return fmean(finite) if finite else None
+
+
+def largest(points: Points) -> float:
+    return max((value for _, value in points), default=math.nan)
 
 
 def growth(points: Points) -> float:

@@ -3,6 +3,10 @@ of 8 (Dettmers et al. 2022); SwitchBack-M keeps the inputs of linear layers in 8
 
 Here each setting trains a few steps of a GPT of 25M parameters in a process of its own, whose largest resident memory
 the system reports; that of the same process with a model of one layer of width 32 is subtracted.
+
+After the runs: int8 layers need more memory than float ones at this size, SwitchBack-M too. Why was not examined; with
+1024 tokens the activations are small beside 25M weights, which have 8-bit codes too. `python -m bench.memory` has
+larger models, with checkpointing.
 """
 
 import json
@@ -83,7 +87,7 @@ def check(numbers: Numbers) -> Checks:
     claim = "8-bit state alone saves memory"
     yield judge(claim, {name: found.get(name) for name in (PLAIN, "8-bit state")}, lambda plain, state: state < plain)
     best = "all, with SwitchBack-M"
-    claim = "with SwitchBack-M they need less still"
+    claim = "with SwitchBack-M they need less than with SwitchBack"
     yield judge(claim, {name: found.get(name) for name in (ALL, best)}, lambda together, saved: saved < together)
 
 

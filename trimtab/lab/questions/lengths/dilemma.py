@@ -3,10 +3,14 @@
 correlates with the sum and the maximum of √v (r about 0.2, p near 0), which are highest near the learning rate's peak.
 
 Here 8x32 on 1.0 million tokens, the batch and the steps exchanged. The noise of a small batch is high: a step counts
-above 1.2 times the noise, for both batches that of the noisier one (unstable.py). Steps of one run are not independent,
-so Pearson's p is too small; p is the share of shifts of one series against the other with an r as high. Gradients are
-clipped to 1 before √v, whose maximum is proportional to that limit. β₂ is 0.95: it forgets within the learning-rate
-warmup, as 0.999 does within the paper's 3,000 steps; 0.999 is a third arm.
+above 1.2 times the noise, for both batches that of the noisier one (unstable.py), and a largest loss ratio below the
+noise counts as the noise. Steps of one run are not independent, so Pearson's p is too small; p is the share of shifts
+of one series against the other with an r as high. Gradients are clipped to 1 before √v, whose maximum is proportional
+to that limit. β₂ is 0.999, as in the paper.
+
+This is the second design: in the first, β₂ was 0.95, which forgets within the learning-rate warmup as 0.999 does within
+the paper's 3,000 steps, and √v did not follow the loss ratio (docs/log.md). An arm with 0.999 suggested this design, so
+it has other seeds; 0.95 is now the third arm.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,8 +35,8 @@ from trimtab.lab.questions.lengths.unstable import (
 )
 from trimtab.lab.questions.question import Checks, Evidence, Question, Values, judge
 
-SMALL, LARGE, SLOW = "batch 16", "batch 64", "batch 64, beta2 0.999"
-ARMS = {SMALL: ("batch=16",), LARGE: (), SLOW: ("beta2=0.999",)}
+SMALL, LARGE, FAST = "batch 16", "batch 64", "batch 64, beta2 0.95"
+ARMS = {SMALL: ("beta2=0.999", "batch=16"), LARGE: ("beta2=0.999",), FAST: ("beta2=0.95",)}
 LRS = (0.03, 0.1, 0.3, 1.0)
 NEAR = 0.5  # of the step at which the learning rate is highest
 CERTAIN = 0.05
@@ -45,7 +49,7 @@ def check(found: Evidence) -> Checks:
     beside = "noise at the lowest rate: " + ", ".join(f"{arm} {x:.3g}" for arm, x in floors.items() if x)
     for claim, number, least in (
         ("the share of unstable steps", unstable, SOME),
-        ("the largest loss ratio over the noise", above_noise, LIMIT),
+        ("the largest loss ratio over the noise", _above_noise, LIMIT),
     ):
         by_rate = {f"{lr:g}": _over(found, LARGE, number, lr, noise) for lr in LRS}
         rule = partial(_grows, least)
@@ -66,6 +70,10 @@ def _over(
 ) -> float | None:
     """Mean over the seeds, with one noise for both batches: each with its own would be measured by its own rule."""
     return None if noise is None else average(found, arm, lambda run: number(run, noise), lr)
+
+
+def _above_noise(run: Analysis, floor: float) -> float:
+    return max(above_noise(run, floor), 1.0)
 
 
 def _grows(least: float, *values: float) -> bool:
@@ -145,8 +153,10 @@ QUESTION = Question(
     steps=STEPS,
     paper="P4",
     always=ALWAYS,
+    first_seed=3,
     fields=FIELDS | {"schedule.lr.floor": LRS[0] / 15},
     figures=figures,
     tables=tables,
-    measured=10.0,
+    measured=5.0,
+    second=True,
 )

@@ -18,7 +18,8 @@ cost what they saved. Tried before with seed 100: at 0.015 the loss was 2.50 at 
 run.
 
 After the runs: the gain is that of more updates for the same tokens. Both controls need fewer tokens than sequence
-length warmup.
+length warmup. The accuracy is that of 256 passages per run, whose standard error is 3 points, so it says that nothing
+large is lost.
 """
 
 import math
@@ -79,7 +80,10 @@ def check(found: Evidence) -> Checks:
 
 def _factor(note: str, values: Values) -> str:
     before, after = values.values()
-    text = f"{before / after:.2f} times fewer" if before and after and math.isfinite(after) else ""
+    if not before or not after or not math.isfinite(after):
+        text = ""
+    else:
+        text = f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times as many"
     return "; ".join(filter(None, (note, text)))
 
 
@@ -152,4 +156,5 @@ QUESTION = Question(
     figures=figures,
     tables=tables,
     measured=11.0,
+    second=True,
 )

@@ -54,4 +54,5 @@ QUESTION = Question(
     always=ALWAYS,
     fields=FIELDS,
     tables=tables,
+    second=True,
 )

@@ -121,4 +121,5 @@ QUESTION = Measurement(
     paper="P4",
     design=f"{SIZE} at learning rate {LR:g}; trials of {3 * WARMUP} steps, then {len(SEEDS)} seeds of each warmup.",
     tables=tables,
+    second=True,
 )

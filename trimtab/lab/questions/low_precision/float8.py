@@ -4,9 +4,13 @@ The paper, CLIP ViT-Large and -Huge: with one scale per tensor in all products t
 few points. SwitchBack in float8 (a scale per row, the weight gradient not quantized) trains as bfloat16 does, and so
 does one scale per tensor if residual branches begin at zero (layer-scale), because features then stay small.
 
-Here a GPT of 147k parameters on bytes, whose seeds differ by less than 1 %. This is the second design: in the first, a
-CLIP with eight image blocks (docs/log.md), seeds differed by more than the arms, and at the higher learning rate float
-failed too. Float8 products are simulated: values are rounded, and multiplied in float32.
+Here a GPT of 147k parameters on bytes. This is the second design: in the first, a CLIP with eight image blocks
+(docs/log.md), seeds differed by more than the arms, and at the higher learning rate float failed too. Float8 products
+are simulated: values are rounded, and multiplied in float32.
+
+After the runs: seeds differ by 1.5 % of what training gained, so the limit of a difference that can be seen was raised
+from 1 % to 2 %. There is none: means over the seeds differ by 0.3 %, in both directions. Features as large as those of
+the paper, which higher learning rates give, do not make it fail either (docs/log.md).
 """
 
 import math
@@ -28,7 +32,7 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "SwitchBack": ("fp8-switchback",),
 }
 FAILS = 0.1  # of what training gained with float: this much lost is a failure
-SEEN = 0.01  # this much is more than seeds differ by
+SEEN = 0.02  # this much is more than seeds differ by
 SMALLER = 3  # times smaller features with layer-scale
 
 
@@ -40,9 +44,9 @@ def check(found: Evidence) -> Checks:
     note = "share of what float gained, at the worse learning rate"
     claim = "one scale per tensor fails: it loses at least 10% of what float gained"
     yield judge(claim, tensorwise, lambda x: x >= FAILS, note=note)
-    yield judge("it loses at least 1%, more than seeds differ by", tensorwise, lambda x: x >= SEEN, note=note)
+    yield judge(f"it loses at least {SEEN:.0%}, more than seeds differ by", tensorwise, lambda x: x >= SEEN, note=note)
     pair = {name: lost[name] for name in ("tensorwise", "SwitchBack")}
-    claim = "SwitchBack in float8 loses at most 1%, where one scale per tensor loses more than that"
+    claim = f"SwitchBack in float8 loses at most {SEEN:.0%}, where one scale per tensor loses more than that"
     yield judge(claim, pair, lambda plain, rows: rows <= SEEN <= plain, note=note)
     pair = {name: lost[name] for name in ("tensorwise", "tensorwise, layer-scale")}
     claim = "with layer-scale one scale per tensor loses less than half as much"
@@ -145,4 +149,5 @@ QUESTION = Question(
     paper="P1",
     figures=figures,
     tables=tables,
+    second=True,
 )

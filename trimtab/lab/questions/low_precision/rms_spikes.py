@@ -8,9 +8,13 @@ there, on these runs. The loss rises before its peak too, so the last claim asks
 
 In the paper an MLP layer in the middle of the network shows no such relation. That claim was added after a first answer
 to the others, and before its own numbers were read.
+
+After the runs: the two alarms of the last claim are not equal: RMS_t needs one high value of any tensor, and the loss
+two of ten steps. p takes spikes as independent.
 """
 
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from statistics import median
 
 import numpy as np
@@ -23,18 +27,12 @@ from trimtab.lab.questions.question import Checks, Evidence, Question, S, judge
 from trimtab.runs.reader import Floats, Ints, Run
 
 PATCHES = "visual.conv1.weight"  # the patch embedding
-MIDDLE = "visual.transformer.blocks.1.mlp.up.weight"
+MIDDLE = "visual.transformer.blocks.*.mlp.up.weight"  # of a block half way
 ARMS = {"beta2 0.99": ("beta2=0.99",), "beta2 0.999": ("beta2=0.999",)}
 LRS = (5e-3, 1e-2)
 P = 0.01  # of chance preceding as many
 QUARTER = 0.25  # of all tensors, in one step
 FEWEST = 10  # spikes, for a share to mean anything
-CAUSES = (
-    (PATCHES, PATCHES, 0.0),
-    (MIDDLE, MIDDLE, 0.0),
-    (ANY, None, 0.0),
-    ("a quarter at once", None, QUARTER),
-)
 
 
 def check(found: Evidence) -> Checks:
@@ -42,7 +40,7 @@ def check(found: Evidence) -> Checks:
     claim = "at least half of the loss spikes begin 1 to 8 steps after an RMS spike of the patch embedding"
     yield preceded(claim, count(runs, PATCHES, "onset") if runs else None, 0.5)
     claim = "RMS spikes of a middle MLP layer precede them no more often than by chance"
-    yield related(claim, count(runs, MIDDLE, "onset") if runs else None, lambda hits, spikes, _, p: p >= P)
+    yield related(claim, count(runs, middle(runs[0]), "onset") if runs else None, lambda hits, spikes, _, p: p >= P)
     claim = "at least three quarters of the large spikes have an RMS spike of a tensor before their peak"
     yield preceded(claim, count(runs, None, "peak") if runs else None, 0.75)
     claim = "at least half of them have one of a quarter of all tensors at once"
@@ -55,6 +53,12 @@ def check(found: Evidence) -> Checks:
     first = sum(x is not None and x > 0 for x in ahead)
     values = {"RMS_t first": float(first), "large spikes": float(len(ahead))} if len(ahead) >= FEWEST else {}
     yield judge("RMS_t raises an alarm before the loss does in at least half", values, lambda a, b: a >= b / 2)
+
+
+def middle(run: Run) -> str:
+    """The MLP matrix of the block half way through the image tower."""
+    names = sorted(name for name in rms_of(run)[1] if fnmatchcase(name, MIDDLE))
+    return names[len(names) // 2]
 
 
 def all_runs(found: Evidence) -> list[Run]:
@@ -89,10 +93,12 @@ def tables(found: Evidence) -> Iterable[Table]:
     runs = all_runs(found)
     if not runs:
         return
+    one = middle(runs[0])
+    causes = ((PATCHES, PATCHES, 0.0), (one, one, 0.0), (ANY, None, 0.0), ("a quarter at once", None, QUARTER))
     rows = [
         row(f"{moment}, {name}", count(runs, tensor, moment, share=share))
         for moment in ("onset", "peak")
-        for name, tensor, share in CAUSES
+        for name, tensor, share in causes
     ]
     columns = ("loss spikes: RMS_t of", "loss spikes", "RMS spikes", "preceded", "by chance", "p", "median lead")
     yield Table(f"{len(runs)} runs", (*columns, "false alarms", "same step", "after"), rows)

@@ -128,4 +128,5 @@ QUESTION = Question(
     figures=figures,
     tables=tables,
     measured=5.0,
+    second=True,
 )

@@ -8,6 +8,9 @@ differed by as much as seeds do. Before that, single runs with seed 100 had 1.96
 
 The zero-shot task is the last word of a passage, the right one among four. Its claim was added while the runs of this
 design were under way, before its numbers were read.
+
+After the runs: the seeds of one arm differ by up to 2 %, more than the arms, so that SwitchBack cannot be told from
+float here, and neither can LLM.int8, which has the lowest loss at the lower learning rate.
 """
 
 from collections.abc import Iterable
@@ -71,4 +74,5 @@ QUESTION = Question(
     paper="P1",
     figures=figures,
     tables=tables,
+    second=True,
 )

@@ -39,4 +39,5 @@ QUESTION = Question(
     subject="trimtab.lab.classification:build",
     fields={"batch": 32, "eval_batches": 32},
     measured=5.0,
+    second=True,
 )

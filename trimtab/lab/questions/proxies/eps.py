@@ -4,6 +4,8 @@ The paper: outputs of the blocks grow with the learning rate, so gradients shrin
 With r the root mean square of the gradient, an update is r / (r + eps) of its intended size. The gradients of small
 models are far above 1e-8, so larger values of eps are tried. Gradients and updates are those of the first MLP matrix;
 queries, keys and values are one matrix here, which stands for the projection of the keys.
+
+After the runs: the slopes are between two learning rates, and at the higher one the loss has risen in all sizes.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,6 +7,9 @@ to expect of each size what the next smaller one does.
 
 The logits are those of steps 16 to 40. This window was chosen on earlier runs of 2x16, 2x32 and 3x64, where it
 predicted 3x64 within 1.4 times and later steps did not; only 3x96 and 4x128 are new.
+
+After the runs: the forecasts of failures are better than the simple rule by one of nine. The critical logit is that of
+the runs it separates, and a limit of the learning rate would separate nearly as many of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping

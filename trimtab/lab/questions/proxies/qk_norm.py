@@ -13,7 +13,7 @@ from math import inf, isfinite, nan
 from trimtab.analysis.answers import Check, Figure
 from trimtab.analysis.findings import Points
 from trimtab.lab.questions.proxies.figures import logits_over_time, losses_over_time, sensitivity_figure
-from trimtab.lab.questions.question import XS, Checks, Evidence, M, Question, S, growth, judge, mean
+from trimtab.lab.questions.question import XS, Checks, Evidence, M, Question, S, growth, judge, largest, mean
 
 ARMS = {"plain": (), "qk-norm": ("qk-norm",)}
 SIZES = (XS, S, M)
@@ -54,11 +54,8 @@ def _logits(found: Evidence, lr: float) -> Checks:
     at = f"at {M} and learning rate {lr:g}"
     factor = {"factor": mean(growth(run.logits) for run in off)}
     yield judge(f"{at} the largest attention logit grows tenfold without qk-norm", factor, lambda x: x >= 10)
-    largest = {
-        arm: mean(max((value for _, value in run.logits), default=nan) for run in runs)
-        for arm, runs in zip(ARMS, (off, on), strict=True)
-    }
-    yield judge(f"{at} it stays ten times lower with qk-norm", largest, lambda a, b: a >= 10 * b)
+    tops = {arm: mean(largest(run.logits) for run in runs) for arm, runs in zip(ARMS, (off, on), strict=True)}
+    yield judge(f"{at} it stays ten times lower with qk-norm", tops, lambda a, b: a >= 10 * b)
     leads = [steps for run in off if (steps := lead(run.logits, run.losses)) is not None]
     yield judge(f"{at} it grows before the loss rises", {"steps ahead": mean(leads)}, lambda x: x > 0)
 

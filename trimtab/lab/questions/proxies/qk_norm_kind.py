@@ -1,6 +1,9 @@
 """Which kind of qk-norm is best: per head, or all heads together? Figure E.8 of Wortsman et al. 2023b.
 
 The paper uses `shared`: each head by itself, one gain for all. Others report better results with a gain per head.
+
+After the runs: the losses of `per-head` and `whole` are equal, and `shared` is better than both by 1 %, about as much
+as seeds of one arm differ.
 """
 
 from trimtab.lab.questions.question import Checks, Evidence, M, Question, judge

@@ -3,6 +3,9 @@
 In the paper it does, most of all for large models, which fail at high learning rates without it. The grid begins at
 0.03, the best learning rate of gpt-lab: below, these short runs are too slow, which a longer warmup makes worse, and
 which is no instability.
+
+After the runs: a longer warmup does not move the first failing learning rate, which is 0.3 for every size; it lowers
+the loss above it.
 """
 
 from collections.abc import Iterator

@@ -73,5 +73,5 @@ def figures(found: Evidence) -> Iterator[Figure]:
 
 
 QUESTION = Question(
-    "z-loss", __doc__, ARMS, check, sizes=(S,), lrs=LRS, steps=STEPS, always=("qk-norm",), figures=figures
+    "z-loss", __doc__, ARMS, check, sizes=(S,), lrs=LRS, steps=STEPS, always=("qk-norm",), figures=figures, second=True
 )
