@@ -7,8 +7,12 @@ is trained, in the matrices of its blocks; embedding and head are left out, as t
 
 The second table feeds the error back: Adam with 8-bit moments that are quantized again at every step, beside 32-bit
 Adam with the same synthetic gradients. Its expected values were computed independently from the definitions (numpy,
-before this question existed), so it also checks our implementation. In both tables a second moment may
-become zero, as published.
+before this question existed), so it also checks our implementation. In both tables a second moment may become zero, as
+published, but not in Trimtab's default.
+
+After the runs: in the first table Trimtab's default has a larger relative error than dynamic codes with the same block,
+18 % and 2 %, and in the second, where errors are fed back, a smaller one. Means are judged; the largest update is that
+of a single value and differs from the expected one by up to 19 times.
 """
 
 from collections.abc import Iterator
