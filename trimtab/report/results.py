@@ -66,7 +66,7 @@ def write_results(
     asked, answered = list(asked), {answer.name for answer in answers}
     missing = [question for question in asked if question[1] not in answered]
     places = {name: place for place, (_, name, _) in enumerate(asked)}
-    answers = sorted(answers, key=lambda answer: places.get(answer.name, len(places)))
+    answers = sorted(answers, key=lambda answer: (answer.paper, places.get(answer.name, len(places))))
     written = [_write(folder / "README.md", _overview(answers, missing, list(out_of_reach)))]
     for paper, title in PAPERS.items():
         mine = [answer for answer in answers if answer.paper == paper]
