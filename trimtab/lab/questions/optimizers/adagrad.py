@@ -4,6 +4,9 @@
 AdaGrad adds up squared gradients and never forgets. The later the step, the smaller is what it adds, until it is less
 than half of the distance between two codes: codes that round to nearest then stop growing. Arms and text are those of
 `eight-bits`, at the learning rates of AdaGrad.
+
+After the runs: Trimtab's default is 2 % better than 32 bits, about as much as seeds differ. The best learning rate is
+the highest of the grid in all arms of AdaGrad, so it may be better still. Longer runs were not tried.
 """
 
 import math

@@ -8,6 +8,10 @@ claims are those of the text: each part helps, or does no harm. `ablation` has a
 Here all eight combinations with the 8-bit state of the paper (dynamic table, one scale per 2048 values, second moments
 that may become zero) and beta2 0.999. Perplexities are per byte, at the best of two learning rates; 1 % is the range of
 the seeds.
+
+After the runs: the layer norm alone has all of the gain. Xavier initialisation alone raises the perplexity by 5 %, and
+32-bit state makes no difference larger than that of seeds. The tokens are bytes, of which few are as rare as rare
+words.
 """
 
 import math
