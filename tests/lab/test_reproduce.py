@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from trimtab.analysis.answers import (
 from trimtab.lab import reproduce as module
 from trimtab.lab.executors.worker import run_cell
 from trimtab.lab.questions import QUESTIONS
+from trimtab.lab.questions.all_parts import together_memory
 from trimtab.lab.questions.question import Measurement, Question, judge
 from trimtab.lab.reproduce import answer_from, reproduce
 from trimtab.report.results import write_results
@@ -198,3 +200,8 @@ def test_the_smallest_setting_of_every_measurement_gives_an_answer(name, tmp_pat
     numbers = json.loads(json.dumps(asked.measure(tmp_path, **MEASURED[name])))
     assert asked.answer(numbers)[0].passed is not None
     assert all(table.rows for table in asked.tables(numbers))
+
+
+def test_the_memory_of_a_child_is_not_that_of_its_parent():
+    ballast = np.ones(2**27)  # 1 GiB, resident
+    assert together_memory.peak_memory(together_memory.base("1x32")) < ballast.nbytes

@@ -2,7 +2,7 @@
 of 8 (Dettmers et al. 2022); SwitchBack-M keeps the inputs of linear layers in 8 bits (Wortsman et al. 2023a).
 
 Here each setting trains a few steps of a GPT of 25M parameters in a process of its own, whose largest resident memory
-the system reports; that of the same process with a model of one layer of width 32 is subtracted.
+it reports; that of the same process with a model of one layer of width 32 is subtracted.
 
 After the runs: int8 layers need more memory than float ones at this size, SwitchBack-M too. Why was not examined; with
 1024 tokens the activations are small beside 25M weights, which have 8-bit codes too. `python -m bench.memory` has
@@ -10,7 +10,6 @@ larger models, with checkpointing.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -37,14 +36,20 @@ SETTINGS = {
     "all, with SwitchBack-M": tuple("switchback-m" if x == "switchback" else x for x in ARMS[ALL] if x[:6] != "seqlen"),
 }
 MIB = 2**20
-# The child trains and says nothing: its memory is read by its parent, from the system.
+# The child trains and writes its peak. On Linux the one that its parent could read from the system is not below the
+# parent's own, which is large after other questions.
 CHILD = """
-import io, json, sys
+import io, json, resource, sys
 from pathlib import Path
 from rich.console import Console
 from trimtab.train import train
 from trimtab.train.config import from_json
-train(from_json(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), console=Console(file=io.StringIO()))
+config, run, peak = map(Path, sys.argv[1:])
+train(from_json(json.loads(config.read_text())), run, console=Console(file=io.StringIO()))
+status = Path("/proc/self/status")
+lines = status.read_text().splitlines() if status.exists() else []
+here = [1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+peak.write_text(str(here[0] if here else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))  # macOS: in bytes
 """
 
 
@@ -68,16 +73,13 @@ def measure(folder: Path, *, size: str = SIZE, settings: Sequence[str] = tuple(S
 def peak_memory(config: RunConfig) -> int:
     """The largest resident memory of a process that trains this run, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
+        path, peak = Path(folder) / "config.json", Path(folder) / "peak"
         path.write_text(json.dumps(to_json(config)), encoding="utf-8")
-        command = [sys.executable, "-c", CHILD, str(path), str(Path(folder) / "run")]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise RunError(f"a process that was measured ended with code {child.returncode}")
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return int(usage.ru_maxrss) * unit
+        command = [sys.executable, "-c", CHILD, str(path), str(Path(folder) / "run"), str(peak)]
+        child = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if child.returncode:
+            raise RunError(f"a process that was measured ended with code {child.returncode}")
+        return int(peak.read_text(encoding="utf-8"))
 
 
 def check(numbers: Numbers) -> Checks:
