@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_a_training_whose_output_is_lost_is_complete(tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ImportError, SystemError])
 def test_ctrl_c_in_an_import_is_an_interruption(capsys, error):
     """An import that is interrupted may raise anything."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in jobs that a shell put aside
 
     def interrupted() -> int:
         try:
@@ -101,7 +103,10 @@ def test_ctrl_c_in_an_import_is_an_interruption(capsys, error):
             raise error("half imported") from None
         return 0
 
-    assert cli.run(interrupted) == 130
+    try:
+        assert cli.run(interrupted) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "error: interrupted; nothing was saved\n"
 
 

@@ -259,7 +259,7 @@ def test_more_features_than_int32_can_sum_over_are_refused_when_the_layer_is_bui
 def test_conversion_leaves_layers_with_too_many_features_as_they_are():
     layers = {"wide": nn.Linear(2, LIMIT + 1), "long": nn.Linear(LIMIT + 1, 2), "conv": Conv1D(LIMIT + 1, 2)}
     model = nn.ModuleDict({**layers, "fits": nn.Linear(2, LIMIT)})
-    report = convert_linears(model)
+    report = convert_linears(model, when="always")  # measuring a layer of this size takes half a minute
     assert report.converted.keys() == {"fits"}
     why = "features=133145 is above 133144, where an int8 product could overflow int32"
     assert report.kept == {"wide": f"out_{why}", "long": f"in_{why}", "conv": f"out_{why}"}
