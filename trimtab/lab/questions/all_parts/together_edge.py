@@ -17,14 +17,14 @@ LRS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 def check(found: Evidence) -> Checks:
     yield judge("all together are less sensitive to the learning rate", found.sensitivity(PLAIN, ALL, size=SIZE), falls)
     edges: Values = {arm: _edge(found, arm) for arm in (PLAIN, ALL)}
-    claim = f"their edge of stability is at a higher learning rate ({LRS[-1]:g}: at the end of the grid or above)"
+    claim = f"all together have the edge of stability at a higher learning rate ({LRS[-1]:g}: at the end of the grid)"
     yield judge(claim, edges, lambda plain, together: together > plain)
     alone: Values = {arm: _edge(found, arm) for arm in (QK_NORM, ALL)}
-    claim = "it is also higher than with qk-norm alone"
+    claim = "all together have the edge of stability also higher than qk-norm alone"
     yield judge(claim, alone, lambda norm, together: together > norm)
-    claim = "they are less sensitive than qk-norm alone"
+    claim = "all together are less sensitive than qk-norm alone"
     yield judge(claim, found.sensitivity(QK_NORM, ALL, size=SIZE), falls)
-    claim = "their best loss is at most that of plain AdamW, and of qk-norm alone"
+    claim = "the best loss of all together is at most that of plain AdamW, and of qk-norm alone"
     best = found.best(PLAIN, QK_NORM, ALL, size=SIZE)
     yield judge(claim, best, lambda plain, norm, together: together <= min(plain, norm))
 

@@ -60,13 +60,13 @@ def check(found: Evidence) -> Checks:
         claim = f"at the next higher learning rate, sequence length warmup reaches the loss of the baseline {goal}"
         yield judge(claim, values, falls, note=_factor(note, values))
     values = {FULL: baseline["tokens"], WARM: cost[safe][WARM]["tokens"]}
-    claim = "at the learning rate of the baseline, too, it needs fewer tokens"
+    claim = "at the learning rate of the baseline, too, sequence length warmup needs fewer tokens"
     yield judge(claim, values, falls, note=_factor("", values))
     slower = {"lower learning rate": cost[lower][FULL]["tokens"], "longer warmup": cost[safe][GENTLE]["tokens"]}
-    claim = "a lower learning rate or a longer learning-rate warmup at full length needs more"
+    claim = "full length with a lower learning rate, or a longer warmup of it, needs more tokens than short sequences"
     yield judge(claim, slower | {WARM: values[WARM]}, lambda low, long, warm: min(low, long) > warm)
     right = {FULL: _accuracy(found, FULL, safe), WARM: _accuracy(found, WARM, higher)}
-    claim = f"trained on all tokens it keeps {KEPT:.0%} of the zero-shot accuracy, one word of four"
+    claim = f"on all tokens, sequence length warmup keeps {KEPT:.0%} of the zero-shot accuracy, one word of four"
     yield judge(claim, right, lambda a, b: b >= KEPT * a, note=note)
     ends = {arm: None if safe is None else mean(run.score for run in found.runs(arm, SIZE, safe)) for arm in ARMS}
     claim = "at the learning rate of the baseline, decay by steps ends with a higher loss than decay by tokens"
@@ -75,7 +75,7 @@ def check(found: Evidence) -> Checks:
         best = found.best_lr(control, SIZE)
         values = {control: _cost(found, control, best, safe)["tokens"], WARM: cost[safe][WARM]["tokens"]}
         note = f"{control} at {best:g}, its best learning rate" if best else ""
-        yield judge(f"it needs fewer tokens than {name}", values, falls, note=_factor(note, values))
+        yield judge(f"sequence length warmup needs fewer tokens than {name}", values, falls, note=_factor(note, values))
 
 
 def _factor(note: str, values: Values) -> str:

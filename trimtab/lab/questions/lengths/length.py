@@ -28,7 +28,8 @@ def check(found: Evidence) -> Checks:
     claim = f"at {HIGH:g}, the share of unstable steps is highest at full length, and at least {SOME:g}% there"
     yield judge(claim, share, lambda *x: _last_is_highest(*x) and x[-1] >= SOME)
     ratio = {arm: over_floor(found, arm, above_noise, HIGH, LOW, SIZE) for arm in ARMS}
-    yield judge("so is the largest loss ratio over the noise", ratio, _last_is_highest)
+    claim = f"at {HIGH:g}, the largest loss ratio over the noise is highest at full length"
+    yield judge(claim, ratio, _last_is_highest)
     losses = {arm: mean(run.score for run in found.runs(arm, SIZE, LOW)) for arm in ARMS}
     claim = f"trained on the shortest only, the loss at full length is the worst, at {LOW:g}"
     yield judge(claim, losses, lambda first, *others: first > max(others))

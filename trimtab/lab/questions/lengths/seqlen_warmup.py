@@ -50,11 +50,16 @@ def check(found: Evidence) -> Checks:
     shares = _over_floor(found, (FULL, WARM, BATCH), unstable)
     claim = f"full length has at least {SOME:g}% unstable steps, and sequence length warmup fewer"
     yield judge(claim, {arm: shares[arm] for arm in pair}, _fewer)
-    yield judge("its largest loss ratio over the noise is smaller", _over_floor(found, pair, above_noise), falls)
-    yield judge("its largest √v in the first tenth of the run is smaller", _means(found, pair, early_variance), falls)
-    yield judge("its final loss is not higher", _losses(found, pair), at_most(1))
+    short = "with sequence length warmup"
+    yield judge(
+        f"{short} the largest loss ratio over the noise is smaller", _over_floor(found, pair, above_noise), falls
+    )
+    claim = f"{short} the largest √v in the first tenth of the run is smaller"
+    yield judge(claim, _means(found, pair, early_variance), falls)
+    yield judge(f"{short} the final loss is not higher", _losses(found, pair), at_most(1))
     seconds = {arm: mean(run.seconds for run in _runs(found, arm) if run.status == Status.DONE) for arm in pair}
-    yield judge("it takes less time", seconds, falls, note="runs that did not stop early")
+    note = "seconds of the runs that did not stop early"
+    yield judge(f"{short} training takes less time", seconds, falls, note=note)
     claim = f"batch-size warmup has at least {SOME:g}% unstable steps, and sequence length warmup fewer"
     yield judge(claim, {arm: shares[arm] for arm in (BATCH, WARM)}, _fewer)
     clips = {f"ratio, {arm}": x for arm, x in _over_floor(found, (*CLIPS, WARM), above_noise).items()}

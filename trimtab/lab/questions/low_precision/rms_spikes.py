@@ -39,11 +39,11 @@ def check(found: Evidence) -> Checks:
     runs = all_runs(found)
     claim = "at least half of the loss spikes begin 1 to 8 steps after an RMS spike of the patch embedding"
     yield preceded(claim, count(runs, PATCHES, "onset") if runs else None, 0.5)
-    claim = "RMS spikes of a middle MLP layer precede them no more often than by chance"
+    claim = "RMS spikes of a middle MLP layer precede loss spikes no more often than by chance"
     yield related(claim, count(runs, middle(runs[0]), "onset") if runs else None, lambda hits, spikes, _, p: p >= P)
     claim = "at least three quarters of the large spikes have an RMS spike of a tensor before their peak"
     yield preceded(claim, count(runs, None, "peak") if runs else None, 0.75)
-    claim = "at least half of them have one of a quarter of all tensors at once"
+    claim = "at least half of the large spikes have an RMS spike of a quarter of all tensors at once"
     together = count(runs, None, "peak", share=QUARTER) if runs else None
     yield preceded(claim, together, 0.5)
     anyone = count(runs, None, "peak") if runs else None

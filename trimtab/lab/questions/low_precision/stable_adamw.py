@@ -54,8 +54,8 @@ def check(found: Evidence) -> Checks:
     note = f"training loss of the last {TAIL} steps, learning rate {HIGH:g}"
     for arm in (PLAIN, CLIPPING, LOWER):
         values = {name: late[name] for name in (arm, STABLE)}
-        yield judge(f"its loss is lower than that of {arm}", values, falls, note=note)
-    claim = "its validation loss is the lowest of all, each at its best learning rate"
+        yield judge(f"the loss of StableAdamW is lower than that of {arm}", values, falls, note=note)
+    claim = "the validation loss of StableAdamW is the lowest of all, each at its best learning rate"
     yield judge(claim, found.best(*ARMS, size=S), lambda *losses: losses[-1] == min(losses))
     stale = {arm: highest_rms(found, arm) for arm in (PLAIN, LOWER)}
     claim = "RMS_t of the patch embedding is above 2.3 with beta2 0.99 and lower with 0.9"

@@ -46,11 +46,11 @@ def check(found: Evidence) -> Checks:
     claim = "all three parts together lower the perplexity"
     yield judge(claim, {arm: perplexity[arm] for arm in (NONE, ALL)}, falls)
     for part in PARTS:
-        claim = f"{part} alone does not raise it by more than 1%"
+        claim = f"{part} alone does not raise the perplexity by more than 1%"
         yield judge(claim, {arm: perplexity[arm] for arm in (NONE, part)}, lambda a, b: b <= RANGE * a)
     for part in PARTS:
         others = _name(tuple(other for other in PARTS if other != part))
-        claim = f"without {part} it is not more than 1% below that with all three"
+        claim = f"without {part} the perplexity is not more than 1% below that with all three"
         yield judge(claim, {arm: perplexity[arm] for arm in (ALL, others)}, lambda a, b: RANGE * b >= a)
 
 

@@ -18,7 +18,7 @@ def check(found: Evidence) -> Checks:
     yield judge("sensitivity within 25% from batch 16 to 64", found.sensitivity(*ARMS, size=S), within(0.25))
     curves = {arm: found.curve(arm, S) for arm in ARMS}
     unstable: Values = {arm: curve.unstable if curve else None for arm, curve in curves.items()}
-    yield judge("so is its part above the best learning rate", unstable, within(0.25))
+    yield judge("the part of the sensitivity above the best learning rate is within 25%, too", unstable, within(0.25))
     places: Values = {arm: float(LRS.index(curve.best_lr)) if curve else None for arm, curve in curves.items()}
     claim = "the best learning rate moves by at most one point of the grid"
     yield judge(claim, places, lambda *x: max(x) - min(x) <= 1, note="place in the grid")
