@@ -62,7 +62,7 @@ class Figure:
     log_y: bool = False
 
 
-Cell = str | float | None
+Cell = str | int | float | None  # an int is a count and keeps all its digits
 
 
 @dataclass(frozen=True)

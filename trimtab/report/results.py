@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trimtab.analysis.answers import Answer, Cell, OutOfReach, Paper, Table, Verdict
-from trimtab.report.numbers import number
+from trimtab.report.numbers import duration, number
 from trimtab.report.svg import draw
 
 PAPERS: dict[Paper, str] = {
@@ -24,8 +24,8 @@ RULE = (
     "The verdict is about the claims of the paper: **reproduced** if every claim of the question's file in "
     "`trimtab/lab/questions/` holds, **partly** if the first one, the main claim, or at least half of them hold, "
     "**not** otherwise; **no answer** if runs are missing for a claim. The rules of a design were written before its "
-    "runs, some after trials with other seeds; a few were made stricter later. The texts report both. A negative "
-    "answer led to a second design, and the first one is in the [log](../log.md)."
+    "runs, some after trials with other seeds; a few were made stricter later. The texts report both. A verdict of "
+    "**not** led to a second design, and the first one is in the [log](../log.md)."
 )
 READING = """## How to read these pages
 
@@ -36,14 +36,15 @@ READING = """## How to read these pages
   the loss before training, counts with the loss before training.
 - **Fails from lr**: the lowest learning rate whose loss is clearly above the best, or above that of a smaller model
   ([the limit](../lab.md)). **Edge of stability**: here the learning rate between those that train and those that fail,
-  not the sharpness of Cohen et al. 2021. **Stopped early**: runs that ended without a finite loss.
+  not the sharpness of Cohen et al. 2021. **Stopped early**: runs that ended without a finite loss, or that the lab
+  stopped because they had failed.
 - **Range over seeds**: in the tables the lowest and the highest, at the best learning rate; in claims their difference.
   A difference between two arms that is smaller shows little.
 - **Onset** of a loss spike: its first step. **Peak**: its highest. A **large** spike at least doubles the loss. **By
   chance**: the share of spikes that as many RMS spikes at random steps would precede. **p**: the probability that
   chance gives a number as high.
-- **Noise** of the loss ratio: its 95th percentile in the last fifth of a run that trains. **Unstable steps**: those
-  with a loss ratio above 1.2 times the noise.
+- **Noise** of the loss ratio: its 95th percentile in the last fifth of a run that trains, over the lowest one there.
+  **Unstable steps**: those with a loss ratio above 1.2 times the noise.
 - **Steadied**: with qk-norm and z-loss. **muParam**: learning rates and initial values that depend on the width.
 - **RMS_t**: the gradient over the root of the second moment, root mean square over a tensor; near 1 while the second
   moment is up to date. **Loss ratio**: the loss over the best loss before it. **√v**: the root of Adam's second moment.
@@ -165,7 +166,7 @@ def _section(answer: Answer) -> list[str]:
     for table in answer.tables:
         lines += _table(table)
     design, _, arms = answer.design.partition(" Arms: ")
-    lines += [f"`{answer.command}`: {design} {answer.minutes:.0f} min on {answer.machine}, {answer.date}.", ""]
+    lines += [f"`{answer.command}`: {design} {duration(60 * answer.minutes)} on {answer.machine}, {answer.date}.", ""]
     if arms:
         lines += ['<details markdown="1"><summary>The arms and their switches</summary>', ""]
         lines += [*(f"- {arm}" for arm in arms.removesuffix(".").split("; ")), "", "</details>", ""]
@@ -193,4 +194,6 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[str]:
 
 
 def _cell(cell: Cell) -> str:
-    return cell.replace("|", "\\|") if isinstance(cell, str) else number(cell)
+    if isinstance(cell, str):
+        return cell.replace("|", "\\|")
+    return f"{cell:,}" if isinstance(cell, int) else number(cell)

@@ -184,8 +184,13 @@ def judge(claim: str, values: Mapping[str, float | None], rule: Callable[..., bo
     missing = [name for name, value in values.items() if value is None]
     if missing or not values:
         return Check(claim, None, "not enough finished runs" + (f": {', '.join(missing)}" if missing else ""))
-    evidence = ", ".join(f"{name}: {value:.4g}" for name, value in values.items())
+    evidence = ", ".join(f"{name}: {_four_digits(value)}" for name, value in values.items() if value is not None)
     return Check(claim, bool(rule(*values.values())), evidence + (f" ({note})" if note else ""))
+
+
+def _four_digits(value: float) -> str:
+    """Without a power of ten for the sizes that people read as numbers."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 # --- Rules

@@ -1,10 +1,10 @@
-"""Do SwitchBack, 8-bit StableAdamW, qk-norm, z-loss and sequence length warmup work together? No paper has all four
-parts: each alone is said to cost no accuracy (SwitchBack, 8-bit state), or to move the edge of stability to higher
+"""Do SwitchBack, 8-bit StableAdamW, qk-norm, z-loss and sequence length warmup work together? No paper has all of
+them: each alone is said to cost no accuracy (SwitchBack, 8-bit state), or to move the edge of stability to higher
 learning rates (the others).
 
 Here 2x128 on the same tokens, at the learning rate that plain AdamW in float32 prefers (0.01) and at ten times that:
-all parts, each alone, and all but one each. Two parts conflict if all of them together are worse than all without one
-by more than the limit. Seconds are of training steps.
+all parts, each alone, and all but one each. A part conflicts with the rest if the loss without it is lower by more than
+2 %. Seconds are of training steps.
 """
 
 import math

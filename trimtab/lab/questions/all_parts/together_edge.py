@@ -17,10 +17,10 @@ LRS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 def check(found: Evidence) -> Checks:
     yield judge("all together are less sensitive to the learning rate", found.sensitivity(PLAIN, ALL, size=SIZE), falls)
     edges: Values = {arm: _edge(found, arm) for arm in (PLAIN, ALL)}
-    claim = f"all together have the edge of stability at a higher learning rate ({LRS[-1]:g}: at the end of the grid)"
+    claim = f"the edge of stability of all together is at a higher learning rate ({LRS[-1]:g}: at the end of the grid)"
     yield judge(claim, edges, lambda plain, together: together > plain)
     alone: Values = {arm: _edge(found, arm) for arm in (QK_NORM, ALL)}
-    claim = "all together have the edge of stability also higher than qk-norm alone"
+    claim = "the edge of stability of all together is also higher than that of qk-norm alone"
     yield judge(claim, alone, lambda norm, together: together > norm)
     claim = "all together are less sensitive than qk-norm alone"
     yield judge(claim, found.sensitivity(QK_NORM, ALL, size=SIZE), falls)

@@ -2,11 +2,12 @@
 of 8 (Dettmers et al. 2022); SwitchBack-M keeps the inputs of linear layers in 8 bits (Wortsman et al. 2023a).
 
 Here each setting trains a few steps of a GPT of 25M parameters in a process of its own, whose largest resident memory
-it reports; that of the same process with a model of one layer of width 32 is subtracted.
+it reports; that of the same process with a model of one layer of width 32 is subtracted. Sequence length warmup is left
+out: the peak is that of full length.
 
-After the runs: int8 layers need more memory than float ones at this size, SwitchBack-M too. Why was not examined; with
-1024 tokens the activations are small beside 25M weights, which have 8-bit codes too. `python -m bench.memory` has
-larger models, with checkpointing.
+After the runs: the 8-bit state saves memory, and int8 layers take part of it back, SwitchBack-M too. Why was not
+examined; with 1024 tokens the activations are small beside 25M weights, which have 8-bit codes too. `python -m
+bench.memory` has larger models, with checkpointing.
 """
 
 import json

@@ -12,10 +12,11 @@ This is the second design: in the first, β₂ was 0.95, which forgets within th
 the paper's 3,000 steps, and √v did not follow the loss ratio (docs/log.md). An arm with 0.999 suggested this design, so
 it has other seeds; 0.95 is now the third arm.
 
-After the runs: whether training with 64 rows fails at learning rate 1 depends on the seed: none of three here, all
-three in the first design with β₂ 0.999. A small batch is less stable, because its gradients are noisier; the paper
-raises batch and learning rate together. At the lower learning rates, where hardly a step is unstable, the loss ratio
-does follow √v with β₂ 0.999, and not with 0.95.
+After the runs: with 64 rows the loss is higher from learning rate 0.1 on, but whether the loss ratio shows it depends
+on the seed: at 1 in none of three here, in all three of the first design with β₂ 0.999. With β₂ 0.95, and with 16 rows,
+it does grow with the learning rate (see the table). A small batch is less stable; its gradients are noisier, which may
+be the cause. The paper raises batch and learning rate together. At the lower learning rates, where hardly a step is
+unstable, the loss ratio follows √v with β₂ 0.999, and not with 0.95.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,21 +53,22 @@ def check(found: Evidence) -> Checks:
     floors = {arm: floor(found, arm, LRS[0]) for arm in (SMALL, LARGE)}
     noise = None if None in floors.values() else max(x for x in floors.values() if x is not None)
     beside = "noise at the lowest rate: " + ", ".join(f"{arm} {x:.3g}" for arm, x in floors.items() if x)
-    for claim, number, least in (
-        ("the share of unstable steps", unstable, SOME),
-        ("the largest loss ratio over the noise", _above_noise, LIMIT),
+    for claim, number, least, limit in (
+        ("the share of unstable steps", unstable, SOME, f"{SOME:g}%"),
+        ("the largest loss ratio over the noise", _above_noise, LIMIT, f"{LIMIT:g}"),
     ):
         by_rate = {f"{lr:g}": _over(found, LARGE, number, lr, noise) for lr in LRS}
         rule = partial(_grows, least)
-        yield judge(f"{claim} grows with the learning rate, to at least {least:g}", by_rate, rule, note=beside)
+        yield judge(
+            f"with 64 rows {claim} grows with the learning rate, to {limit} or more", by_rate, rule, note=beside
+        )
         by_batch = {arm: _over(found, arm, number, LRS[-1], noise) for arm in (SMALL, LARGE)}
-        yield judge(f"{claim} grows with the batch, at {LRS[-1]:g}, to at least {least:g}", by_batch, rule)
-    claim = f"the loss ratio correlates with √v: r above 0 in every seed, and median p below {CERTAIN}"
+        yield judge(f"at learning rate {LRS[-1]:g} {claim} grows with the batch, to {limit} or more", by_batch, rule)
+    at = f"with 64 rows at learning rate {LRS[-1]:g}"
+    claim = f"{at} the loss ratio correlates with √v, sum or maximum: r above 0 in every seed, median p below {CERTAIN}"
     yield judge(claim, _pearson(found), lambda r1, p1, r2, p2: (r1 > 0 and p1 < CERTAIN) or (r2 > 0 and p2 < CERTAIN))
     far = {name: _distance(found, name) for name in VARIANCE}
-    claim = (
-        f"in every seed sum and maximum of √v are highest within {NEAR:.0%} of the step at which the learning rate is"
-    )
+    claim = f"{at}, √v, sum and maximum, is highest within {NEAR:.0%} of the step with the highest learning rate"
     yield judge(claim, far, lambda *x: max(x) <= NEAR, note="largest distance, as a share of that step")
 
 

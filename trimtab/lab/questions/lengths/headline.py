@@ -4,9 +4,9 @@ less time for the same or better zero-shot results, if the learning rate decays 
 its zero-shot accuracy with 10 times less data.
 
 Here 4x32, 128 rows of 128 tokens, 2 million tokens, lengths that grow from 8 to 128 over 60 % of the steps. Full length
-at each learning rate is compared with sequence length warmup at the next higher one: tokens and seconds of training
-steps until the baseline's final loss at its best learning rate (that of its worst seed, so that all seeds reach it),
-median of the seeds; a run that does not reach it counts as infinite. Both have the same batch, so warmup has more steps
+at its best learning rate is compared with sequence length warmup at the next higher one: tokens and seconds of training
+steps until the baseline's final loss (that of its worst seed, so that all seeds reach it), median of the seeds; a run
+that does not reach it counts as infinite. Both have the same batch, so warmup has more steps
 for its tokens; two controls have more steps too: a batch that grows from 16 to 128 rows, with as many tokens per step,
 and a quarter of the batch. The paper also says that a lower learning rate or a longer learning-rate warmup takes longer
 than short sequences do; both are tried at full length. The zero-shot task is the last word of a passage, the right one
@@ -63,7 +63,7 @@ def check(found: Evidence) -> Checks:
     claim = "at the learning rate of the baseline, too, sequence length warmup needs fewer tokens"
     yield judge(claim, values, falls, note=_factor("", values))
     slower = {"lower learning rate": cost[lower][FULL]["tokens"], "longer warmup": cost[safe][GENTLE]["tokens"]}
-    claim = "full length with a lower learning rate, or a longer warmup of it, needs more tokens than short sequences"
+    claim = "a lower learning rate, or a longer warmup of it, at full length needs more tokens than short sequences"
     yield judge(claim, slower | {WARM: values[WARM]}, lambda low, long, warm: min(low, long) > warm)
     right = {FULL: _accuracy(found, FULL, safe), WARM: _accuracy(found, WARM, higher)}
     claim = f"on all tokens, sequence length warmup keeps {KEPT:.0%} of the zero-shot accuracy, one word of four"
@@ -83,7 +83,7 @@ def _factor(note: str, values: Values) -> str:
     if not before or not after or not math.isfinite(after):
         text = ""
     else:
-        text = f"{before / after:.2f} times fewer" if after < before else f"{after / before:.2f} times as many"
+        text = f"a factor of {max(before, after) / min(before, after):.2f}"
     return "; ".join(filter(None, (note, text)))
 
 

@@ -25,7 +25,7 @@ from trimtab.train.config import with_values
 
 SIZE, STEPS, WARMUP = "2x32", 200, 80
 STOPS = (0.25, 0.9)  # of the warmup
-EXACT = ("length", "tokens", "lr")
+EXACT = {"length": "length", "tokens": "number of tokens", "lr": "learning rate"}
 LOSS = 1e-6  # of the difference, relative: the sums are in the same order
 
 
@@ -61,11 +61,12 @@ def _compare(whole: Path, copy: Path, at: int) -> dict[str, Any]:
 
 def check(numbers: Numbers) -> Checks:
     rows = numbers["rows"]
-    for name in EXACT:
+    for name, words in EXACT.items():
         wrong = {f"from step {row['step']}": float(row[name] + row["missing"]) for row in rows}
-        yield judge(f"after a resume, no record has another {name}", wrong, lambda *counts: not any(counts))
+        claim = f"after a resume, every record has the same {words}"
+        yield judge(claim, wrong, lambda *counts: not any(counts), note="records that differ")
     worst = {f"from step {row['step']}": row["loss"] for row in rows}
-    yield judge(f"the losses differ by at most {LOSS:g}, relative", worst, lambda *x: max(x) <= LOSS)
+    yield judge(f"after a resume, the losses differ by at most {LOSS:g}, relative", worst, lambda *x: max(x) <= LOSS)
 
 
 def tables(numbers: Numbers) -> Iterable[Table]:

@@ -51,9 +51,9 @@ def check(found: Evidence) -> Checks:
     heights = {arm: height(found, arm) for arm in (BETAS[0], BETAS[-1])}
     yield judge("beta2 0.999 has higher spikes than 0.9", heights, _higher, note=note)
     batches = {BATCHES[size]: height(found, BATCHES[size]) for size in (55, BATCH)}
-    yield judge("batch 220 has higher ones than batch 55", batches, _higher, note=note)
+    yield judge("batch 220 has higher spikes than batch 55", batches, _higher, note=note)
     rates = {f"{lr:g}": _mean_of([height(found, arm, lr) for arm in BETAS]) for lr in LRS}
-    yield judge("the higher learning rate has higher ones", rates, _higher, note=f"{note}, means of the three beta2")
+    yield judge("the higher learning rate has higher spikes", rates, _higher, note=f"{note}, means of the three beta2")
 
 
 def _higher(a: float, b: float) -> bool:

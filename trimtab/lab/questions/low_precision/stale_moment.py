@@ -47,13 +47,13 @@ def check(found: Evidence) -> Checks:
     for name, plain, stable in (("beta2 0.99", PLAIN, STABLE), ("beta2 0.999", SLOW_PLAIN, SLOW_STABLE)):
         a, b = losses[plain], losses[stable]
         gains[name] = None if a is None or b is None else a - b
-    claim = "it gains more with beta2 0.999, which is out of date for longer"
+    claim = "StableAdamW gains more with beta2 0.999, whose second moment is out of date for longer"
     yield judge(claim, gains, lambda short, long: long > short, note="nats")
     for arm in (CLIPPING, LOWER):
-        claim = f"the loss of StableAdamW is lower there than that of {arm}"
+        claim = f"where gradients are larger the loss of StableAdamW is lower than that of {arm}"
         yield judge(claim, {name: losses[name] for name in (arm, STABLE)}, falls)
     ends = found.best(*ARMS, size=SIZE)
-    claim = "its validation loss is not higher than that of AdamW, with either beta2"
+    claim = "the validation loss of StableAdamW is not higher than that of AdamW, with either beta2"
     values = {arm: ends[arm] for arm in (PLAIN, STABLE, SLOW_PLAIN, SLOW_STABLE)}
     yield judge(claim, values, lambda a, b, c, d: b <= a and d <= c)
     claim = f"RMS_t of half of the tensors is above {RULES.rms} within {LEAD} steps of the change, and not before it"

@@ -14,7 +14,8 @@ the best of all 32-bit runs. (The linear runs that survive in the paper are belo
 100 were tried before the design: linear codes diverged, and the other methods trained.
 
 After the runs: in models of this size dynamic codes without blocks are stable too, so the runs do not show that blocks
-are needed. The stable embedding does not lower the perplexity of the linear runs that survive; no claim is about these.
+are needed, nor what the stable embedding does for the stability of dynamic codes. Of the linear runs two to four
+survive, so their median says little; the claim about them was added then.
 """
 
 import math
@@ -70,9 +71,9 @@ def check(found: Evidence) -> Checks:
         yield judge(f"{method}: perplexity at most 2% above 32 bits", values, lambda a, b: b <= 1.02 * a)
     for method in ("linear", "dynamic"):
         shares = {name: _unstable(found, name) for name in (method, f"{method}, stable embedding")}
-        claim = f"{method}: with the stable embedding fewer runs are unstable, or none"
-        yield judge(claim, shares, lambda without, with_: with_ < without or with_ == 0, note="shares of the runs")
-    for method in ("32 bits", "dynamic", "block-wise"):
+        claim = f"{method}: with the stable embedding fewer runs are unstable"
+        yield judge(claim, shares, falls, note="shares of the runs")
+    for method in SHORT:
         values = {name: _perplexity(found, name) for name in (method, f"{method}, stable embedding")}
         claim = f"{method}: the stable embedding lowers the perplexity"
         yield judge(claim, values, falls, note="inf: no run survives")

@@ -5,8 +5,8 @@ AdaGrad adds up squared gradients and never forgets. The later the step, the sma
 than half of the distance between two codes: codes that round to nearest then stop growing. Arms and text are those of
 `eight-bits`, at the learning rates of AdaGrad.
 
-After the runs: Trimtab's default is 2 % better than 32 bits, about as much as seeds differ. The best learning rate is
-the highest of the grid in all arms of AdaGrad, so it may be better still. Longer runs were not tried.
+After a first run: the best learning rate of AdaGrad was 0.1, then the end of the grid, which now ends at 0.3. Longer
+runs were not tried.
 """
 
 import math
@@ -51,7 +51,7 @@ QUESTION = Question(
     __doc__,
     ARMS,
     check,
-    lrs=(1e-2, 3e-2, 1e-1),
+    lrs=(1e-2, 3e-2, 1e-1, 3e-1),
     steps=400,
     always=STEADIED,
     paper="P2",

@@ -4,8 +4,8 @@ sensitivity of Wortsman et al. 2023b.
 The paper: 8-bit Adam has the perplexity of 32-bit Adam (9.0 and 9.0; 10.62 and 10.62; 3.48 and 3.49), and Adafactor
 with momentum about the same. Its settings are the arms "published": the dynamic table, one scale per 2048 values,
 second moments that may become zero, and in language models the stable embedding. "8 bits" is Trimtab's default. Tensors
-of fewer than 4096 values keep 32 bits, so the model is not smaller than this one; its matrices have two to eight blocks
-of 2048 values, those of the paper hundreds.
+of fewer than 4096 values keep 32 bits, so a smaller model would have hardly any 8-bit state. A matrix has two to eight
+blocks of 2048 values here, and hundreds in the paper.
 """
 
 from trimtab.analysis.answers import Check

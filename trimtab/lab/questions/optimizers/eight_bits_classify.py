@@ -3,7 +3,7 @@
 GLUE needs a pretrained model. Here a Transformer encoder learns from which of 8 modules of the standard library 64
 bytes come (trimtab/lab/classification.py); the loss is that of the held-out fifth of each module, and guessing has ln 8
 = 2.1. As in the paper's finetuning there is no stable embedding. Arms and rules are those of `eight-bits-clip`, and no
-learning rate may fail in 8 bits only. This is the second design: in the first, with 20 modules, hardly anything was
+run may stop early in 8 bits only. This is the second design: in the first, with 20 modules, hardly anything was
 learned (docs/log.md). Tried before: at 0.003, in the first design, the published setting stopped early in one run, and
 Trimtab's default trained; in the second, a loss of 1.44 with 32 bits and seed 100.
 """

@@ -5,8 +5,8 @@ the weights per step: with more, weights would be forgotten within a few steps, 
 paper, the coupled kind may have its best learning rate lower: the best of two windows of the grid counts.
 
 After the runs the first claim was made stricter: a difference of 2 % in sensitivity is a tie. Above the best learning
-rate independent decay is less sensitive; below it, it is more sensitive, and the best loss is that of coupled decay, so
-over the whole grid coupled decay is less sensitive.
+rate independent decay is less sensitive, and it fails from a higher learning rate on. Below, it is more sensitive, and
+the best loss is that of coupled decay, so over the whole grid coupled decay is less sensitive.
 """
 
 from collections.abc import Iterator

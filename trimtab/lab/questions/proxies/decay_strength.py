@@ -3,8 +3,8 @@
 In the paper it does, slightly. The decay is independent of the learning rate; a tenth and ten times of the usual one.
 The best learning rate is also read between the points of the grid, from the parabola through the best three.
 
-After the runs: with a tenth of the decay the losses at the best two points are equal, and one of them is the end of the
-grid, so its optimum may lie lower still.
+After a first run: with a tenth of the decay the best learning rate was 0.01, then the end of the grid, which now begins
+at 0.003.
 """
 
 from math import log10
@@ -14,14 +14,16 @@ import numpy as np
 from trimtab.lab.questions.question import STEADIED, Checks, Evidence, Question, S, judge
 
 ARMS = {"a tenth": ("weight-decay=0.1x",), "usual": (), "ten times": ("weight-decay=10x",)}
-LRS = (0.01, 0.03, 0.1, 0.3, 1.0)
+LRS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def check(found: Evidence) -> Checks:
     best = {arm: found.best_lr(arm, S) for arm in ARMS}
     yield judge("more decay does not lower the best learning rate", best, lambda *x: list(x) == sorted(x))
     between = {arm: _between(found, arm) for arm in ARMS}
-    claim = "between the points of the grid it is higher with ten times the decay than with a tenth"
+    claim = (
+        "between the points of the grid, the best learning rate is higher with ten times the decay than with a tenth"
+    )
     yield judge(claim, between, lambda least, _, most: most > least)
 
 

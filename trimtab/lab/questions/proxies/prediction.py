@@ -1,15 +1,16 @@
 """Can the attention logits of a larger model, and its failure, be predicted? Figure 9 of Wortsman et al. 2023b.
 
-A fit per learning rate over the smaller sizes, a parabola in log-log coordinates from four sizes on, else a line. Three
+A fit per learning rate over the smaller sizes, a parabola in log-log coordinates from four sizes on, else a line. Two
 sizes are predicted, each from all that are smaller. A failure is predicted where the logit is above the critical value
 of the smaller sizes; in the paper it is 10,000, and a 4.8B model was predicted to fail. A forecast must be better than
-to expect of each size what the next smaller one does.
+the rule that a size does what the next smaller one does.
 
 The logits are those of steps 16 to 40. This window was chosen on earlier runs of 2x16, 2x32 and 3x64, where it
-predicted 3x64 within 1.4 times and later steps did not; only 3x96 and 4x128 are new.
+predicted 3x64 within 1.4 times and later steps did not; 3x96 and 4x128 are new.
 
-After the runs: the forecasts of failures are better than the simple rule by one of nine. The critical logit is that of
-the runs it separates, and a limit of the learning rate would separate nearly as many of them.
+After the runs the claims were made stricter: 3x64, on which the window was chosen, is no longer one of the predicted
+sizes. The critical logit is that of the runs it separates, and a limit of the learning rate would separate nearly as
+many of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from trimtab.lab.questions.question import Checks, Evidence, L, M, Question, jud
 from trimtab.report.sentences import critical_words
 
 SIZES = ("2x16", "2x32", "3x48", M, "3x96", L)
-PREDICTED = (L, "3x96", M)
+PREDICTED = (L, "3x96")
 LRS = (0.03, 0.1, 0.3)
 ARM = "plain"
 
