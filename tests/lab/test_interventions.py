@@ -22,6 +22,7 @@ CHANGES = {
     "z-loss": {"model.z_loss": "0.0001"},
     "z-loss=0.01": {"model.z_loss": "0.01"},
     "kappa=100": {"model.kappa": "100.0"},
+    "no-layers": {"model.depth": "0"},
     "attention=squared-relu": {"model.attention": '"squared-relu"'},
     "attention-scale=linear": {"model.attention_scale": '"linear"'},
     "layer-scale": {"model.layer_scale": "0.0"},

@@ -70,8 +70,8 @@ def by_arm(**steepness: float):
 def z_loss(cell: Cell) -> dict:
     held = "z-loss" in cell.arm
     broken = 0.5 * (not held and "16" in cell.arm)
-    logz = tuple((step, 6 + ((0.1 if held else 20.0) - 6) * step / 500) for step in EVERY)
-    return {"loss": 2.0 + broken, "logz": logz, "logz_drift": 14.0 if "free" in cell.arm else 2.0}
+    end = 0.1 if held else 20.0 if "free" in cell.arm else 8.0
+    return {"loss": 2.0 + broken, "logz": tuple((step, 6 + (end - 6) * step / 500) for step in EVERY)}
 
 
 def warmup(cell: Cell) -> dict:
@@ -109,11 +109,12 @@ def attention(cell: Cell) -> dict:
 
 def prediction(cell: Cell) -> dict:
     logit = 10 * cell.lr * params(cell) ** 0.7
-    return {"loss": 4.0 if logit > 3000 else bowl(cell), "logit_max": logit, "logits": grows(logit)}
+    loss = 4.0 if logit > 3000 else 2.0 - 0.01 * math.log10(params(cell))  # nothing but the logit makes it fail
+    return {"loss": loss, "logit_max": logit, "logits": grows(logit)}
 
 
 def kappa(cell: Cell) -> dict:
-    if cell.size == "0x32":
+    if cell.arm == "no layers":
         return {"loss": 2.6 + abs(math.log10(cell.lr / OPTIMUM))}
     harm = 0.25 * max(math.log10(float(cell.arm.split()[1])) - 1, 0)
     return {"loss": bowl(cell, depth=2 + harm)}

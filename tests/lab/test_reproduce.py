@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from trimtab.analysis.answers import (
     Line,
     OutOfReach,
     Panel,
+    Table,
     judge_all,
     read_answer,
     read_answers,
@@ -115,7 +117,11 @@ def scale(numbers):
 
 @pytest.fixture
 def heavy(monkeypatch):
-    made = Measurement("heavy", "Is it heavy?", lambda folder: {"kg": 2.5}, weigh, 1.0, "P1", "A scale.", figures=scale)
+    made = Measurement(
+        *("heavy", "Is it heavy?", lambda folder: {"kg": 2.5}, weigh, 1.0, "P1", "A scale."),
+        figures=scale,
+        tables=lambda numbers: [Table("Scales", ("weight", "counted"), [(2048.5, 2048)])],
+    )
     monkeypatch.setattr(module, "find_question", lambda name: made)
     return made
 
@@ -128,12 +134,20 @@ def test_what_is_measured_without_a_study_is_answered_too(tmp_path):
     assert (answer.verdict, answer.design, answer.checks[0].evidence) == ("reproduced", "A scale.", "kg: 2.5")
     reach = [OutOfReach("P1", "it floats", "no water", "a lake")]
     asked = [("P1", "heavy", "Is it heavy?"), ("P2", "light", "Is it light?")]
-    overview, _, figure = write_results([answer], tmp_path / "results", out_of_reach=reach, asked=asked)
+    overview, page, figure = write_results([answer], tmp_path / "results", out_of_reach=reach, asked=asked)
     assert "Of 2 questions: 1 reproduced; 1 not run yet." in overview.read_text()
     assert "| P2 | Is it light? | not run yet: `trimtab reproduce light` |" in overview.read_text()
     assert "| P1 | it floats | no water | a lake |" in overview.read_text()
     assert figure.name == "heavy-scale.svg"
+    assert "| 2,050 | 2,048 |" in page.read_text()  # a count keeps all its digits
     assert figure.read_text().count("<circle") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.012345, "0.01235"), (12345.6, "12,346"), (1e9, "1e+09"), (math.inf, "inf")]
+)
+def test_numbers_of_a_claim_have_four_digits_and_large_ones_all(value, text):
+    assert judge("it is heavy", {"kg": value}, lambda x: x > 1).evidence == f"kg: {text}"
 
 
 def test_a_figure_has_few_points_and_draws_what_its_axes_can_show():

@@ -253,6 +253,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Switch], RunConfig]]] = {
     ),
     "z-loss": ("loss on output logits that drift: =1e-4", lambda s: s.model(z_loss=s.number(1e-4, above=0))),
     "kappa": ("=x: rescale queries and keys to this size", lambda s: s.model(kappa=s.number(above=0))),
+    "no-layers": ("the embedding and the output alone", lambda s: s.flag().model(depth=0)),
     "attention": (
         "=squared-relu: attention without a softmax",
         lambda s: s.model(attention=s.choice("squared-relu", ("softmax", "squared-relu"))),

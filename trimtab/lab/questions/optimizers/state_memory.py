@@ -3,7 +3,10 @@
 The paper: 8 bytes per parameter become 2 for Adam, and 4 become 1 for momentum; Adafactor with momentum needs 4. That
 saves up to 8.5 GB (1.5B parameters), so that larger models fit. Here the bytes of real state tensors are counted after
 one step of a small GPT. What fits into a given memory is computed from the config (trimtab/train/memory.py: float32
-weights, gradients, state and activations of one row), not measured; `python -m bench.memory` measures peaks.
+weights, gradients, state and activations of one row), not measured.
+
+Peaks of whole processes, which `python -m bench.memory` measures, are a fifth to a third higher (the table is in
+docs/optim.md and the README). The same models fit.
 """
 
 from collections.abc import Iterator, Mapping

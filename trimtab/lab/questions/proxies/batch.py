@@ -24,4 +24,6 @@ def check(found: Evidence) -> Checks:
     yield judge(claim, places, lambda *x: max(x) - min(x) <= 1, note="place in the grid")
 
 
-QUESTION = Question("batch", __doc__, ARMS, check, sizes=(S,), lrs=LRS, steps=2400, always=STEADIED, second=True)
+QUESTION = Question(
+    "batch", __doc__, ARMS, check, sizes=(S,), lrs=LRS, steps=2400, always=STEADIED, second=True, measured=8.0
+)

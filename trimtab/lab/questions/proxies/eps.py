@@ -11,7 +11,7 @@ the paper they do not depend on the size. eps 1e-6 was added.
 """
 
 from collections.abc import Callable, Iterator
-from math import log10
+from math import log10, nan
 
 import numpy as np
 
@@ -67,22 +67,19 @@ def _outputs(found: Evidence) -> Checks:
     slope = {"learning rate": _slopes(found, _output)["learning rate"]}
     claim = "outputs of a block grow with the learning rate"
     yield judge(claim, slope, lambda x: x > 0, note="decades per decade")
-    sizes = {size: mean(run.outs[BLOCK] for run in _known(found, size)) for size in SIZES}
+    sizes = {size: mean(map(_output, found.runs(DEFAULT, size, LRS[0]))) for size in SIZES}
     claim = (
         f"at learning rate {LRS[0]:g} the outputs of a block differ between the sizes by at most a factor of {EQUAL}"
     )
     yield judge(claim, sizes, lambda *x: max(x) <= EQUAL * min(x))
-    last = {f"block {i}": mean(run.outs[i] for run in _known(found, M)) for i in range(3)}
+    deep = [run for run in found.runs(DEFAULT, M, LRS[0]) if len(run.outs) > BLOCK + 1]
+    last = {f"block {i}": mean(run.outs[i] for run in deep) for i in range(BLOCK + 2)}
     claim = f"at {M} and learning rate {LRS[0]:g} outputs grow from block to block"
     yield judge(claim, last, lambda *x: list(x) == sorted(x))
 
 
-def _known(found: Evidence, size: str) -> list[Result]:
-    return [run for run in found.runs(DEFAULT, size, LRS[0]) if len(run.outs) > BLOCK + 1]
-
-
 def _output(run: Result) -> float:
-    return run.outs[BLOCK] if len(run.outs) > BLOCK else 0.0
+    return run.outs[BLOCK] if len(run.outs) > BLOCK else nan
 
 
 def _slopes(found: Evidence, value: Number) -> Values:

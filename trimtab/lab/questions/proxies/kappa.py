@@ -12,22 +12,19 @@ from itertools import pairwise
 
 from trimtab.analysis.answers import Figure, Line, Panel
 from trimtab.lab.questions.question import Checks, Evidence, Question, S, falls, judge
-from trimtab.lab.sizes import Size
 
 KAPPAS = (1, 10, 100, 1_000, 10_000, 100_000)
-ARMS = {f"kappa {kappa}": (f"kappa={kappa}",) for kappa in KAPPAS}
-NO_LAYERS = Size("0x32", depth=0, width=32, heads=2)
+RESCALED = {f"kappa {kappa}": (f"kappa={kappa}",) for kappa in KAPPAS}
+ARMS = {**RESCALED, "no layers": ("no-layers",)}
 NOISE = 0.01  # relative difference between the losses of seeds
 
 
 def check(found: Evidence) -> Checks:
-    losses = found.best(*ARMS, size=S)
-    first, *_, last = ARMS
+    losses, last = found.best(*RESCALED, size=S), f"kappa {KAPPAS[-1]}"
     yield judge("the loss does not fall as kappa grows", losses, _rises)
     pair = {arm: losses[arm] for arm in ("kappa 1", "kappa 1000")}
     yield judge("kappa 1000 increases the loss", pair, lambda a, b: b > (1 + NOISE) * a)
-    ends = {"largest kappa": losses[last], "no layers": found.best(first, size=NO_LAYERS.name)[first]}
-    yield judge("the largest kappa is worse than no layers", ends, falls)
+    yield judge("the largest kappa is worse than no layers", found.best(last, "no layers", size=S), falls)
 
 
 def _rises(*values: float) -> bool:
@@ -35,8 +32,7 @@ def _rises(*values: float) -> bool:
 
 
 def figures(found: Evidence) -> Iterator[Figure]:
-    losses = found.best(*ARMS, size=S)
-    nothing = found.best(next(iter(ARMS)), size=NO_LAYERS.name)
+    losses, nothing = found.best(*RESCALED, size=S), found.best("no layers", size=S)
     lines = [
         Line(f"{S}, with kappa", KAPPAS, [*losses.values()]),
         Line("no layers", KAPPAS, [*nothing.values()] * len(KAPPAS)),
@@ -51,4 +47,4 @@ def figures(found: Evidence) -> Iterator[Figure]:
     )
 
 
-QUESTION = Question("kappa", __doc__, ARMS, check, sizes=(S, NO_LAYERS), lrs=(3e-3, 1e-2, 3e-2), figures=figures)
+QUESTION = Question("kappa", __doc__, ARMS, check, sizes=(S,), lrs=(3e-3, 1e-2, 3e-2), figures=figures)

@@ -22,7 +22,6 @@ from trimtab.lab.questions.question import (
     Question,
     S,
     Values,
-    at_most,
     falls,
     judge,
     known,
@@ -50,7 +49,7 @@ def check(found: Evidence) -> Checks:
     claim = f"at {M} and the highest learning rate the loss falls as the warmup gets longer"
     yield judge(claim, {arm: _top(found, arm) for arm in ARMS}, falls)
     claim = f"at {M} the best loss with the longest warmup is at most 2% above that with {usual}"
-    yield judge(claim, found.best(usual, longest), at_most(1.02))
+    yield judge(claim, found.best(*ARMS), lambda _, usual, longest: longest <= 1.02 * usual)
 
 
 def _edge(found: Evidence, arm: str, size: str) -> float | None:
