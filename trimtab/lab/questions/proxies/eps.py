@@ -7,7 +7,7 @@ queries, keys and values are one matrix here, which stands for the projection of
 
 After the runs: the slopes are between two learning rates, and at the higher one the loss has risen in all sizes. The
 claim about outputs was made stricter: that they grow twice as fast with the learning rate as with the size held, but in
-the paper they do not depend on the size. eps 1e-6 was added.
+the paper they do not depend on the size, and here they do. eps 1e-6 was added.
 """
 
 from collections.abc import Callable, Iterator
