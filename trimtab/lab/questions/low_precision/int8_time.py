@@ -4,10 +4,9 @@ The paper, on A100 GPUs: int8 products take about half the time of 16-bit ones; 
 of the layer's time and a smaller share of wider layers, so wider layers gain more. Here the two linear layers of an MLP
 block are timed on this machine's CPU against float32, whose products the int8 ones replace. The kernel quantizes the
 input while it multiplies; so the same work is also timed as quantization and product one after the other, and the share
-is that of the quantization in their sum. The weight is quantized once per step.
-
-After the runs: at width 256 SwitchBack is slower than float: the kernel that quantizes while it multiplies takes longer
-there than quantization and product one after the other.
+is that of the quantization in their sum. The weight is quantized once per step. Freed memory is kept, as in the lab's
+workers: in a first run some results of width 256 took four times as long as others, because the system had to provide
+their memory page by page.
 """
 
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from trimtab.analysis.answers import Figure, Line, Panel, Table
+from trimtab.lab.executors.worker import keep_memory
 from trimtab.lab.questions.question import Checks, Measurement, Numbers, falls, judge
 from trimtab.ops import backends, doctor
 from trimtab.ops.float32.product import linear, product_nn, product_tn
@@ -36,6 +36,7 @@ Work = Callable[[], object]
 
 
 def measure(_: Path) -> dict[str, Any]:
+    keep_memory()
     product, why = backends.int8_product()
     machine = {"flags": " ".join(doctor.cpu_features()), "int8 product": f"{product}: {why}"}
     return {"machine": {**machine, "threads": torch.get_num_threads()}, "widths": [time_width(x) for x in WIDTHS]}
