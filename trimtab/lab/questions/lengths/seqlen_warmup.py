@@ -6,7 +6,7 @@ Here 4x32, 128 rows of 128 tokens (large.py), at learning rates 0.1 and 0.3, all
 from 8 to 128 over 60 % of the steps, the batch over 32 % of the rows, which are as many tokens. Loss is at full length,
 seconds are those of the training steps. This is the second design: in the first (docs/log.md) the short sequences of
 smaller batches were noise. Tried before with seed 100 at 0.3: a highest loss ratio of 2.0 at full length and 1.3 with
-warmup, and a loss of 2.93 and 2.92. The limit of 1 % unstable steps was added after the runs: the arms have less than
+warmup, and a loss of 2.93 and 2.92. The limit of 1 % unstable steps was added after the runs: full length has less than
 half of it, half a step per run, which shows nothing.
 
 After the runs: by the limit of the lab all arms fail at 0.3; few of their steps are unstable by the loss ratio. Losses
