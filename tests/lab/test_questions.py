@@ -321,6 +321,46 @@ def test_a_broken_run_counts_as_no_training():
     assert question.answer(findings_of(question.study(), world))[3].passed is True
 
 
+def without_effect(cell: Cell) -> dict:
+    return warmup(replace(cell, arm="warmup 0.01"))
+
+
+def with_transient(cell: Cell) -> dict:
+    return z_loss(cell) | {"planned": 500, "logz": tuple((step, 30.0 if step < 50 else 6.0) for step in EVERY)}
+
+
+def by_size(cell: Cell) -> dict:
+    return eps(cell) | {"outs": tuple(cell.config.model.width * out for out in eps(cell)["outs"])}
+
+
+def as_the_smaller(cell: Cell) -> dict:
+    """The learning rate alone decides, so that the next smaller size says as much as a forecast."""
+    logit = 1e5 * cell.lr * params(cell) ** 0.01
+    loss = 4.0 if cell.lr > 0.05 else 2.0 - 0.01 * math.log10(params(cell))
+    return {"loss": loss, "logit_max": logit, "logits": grows(logit)}
+
+
+def stable_dynamic(cell: Cell) -> dict:
+    return ablation(cell) if "dynamic" not in cell.arm else {"loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "claim", "world"),
+    [
+        ("warmup", "the longest warmup has the edge of stability at a higher learning rate", without_effect),
+        ("z-loss", "without z-loss log Z drifts", with_transient),
+        ("eps", "the outputs of a block differ between the sizes by at most", by_size),
+        ("prediction", "more are right than if each did what the next smaller one does", as_the_smaller),
+        ("ablation", "dynamic: with the stable embedding fewer runs are unstable", stable_dynamic),
+    ],
+)
+def test_a_claim_fails_where_there_is_no_effect(name, claim, world):
+    question = QUESTIONS[name]
+    checks = [check for check in question.answer(findings_of(question.study(), world)) if claim in check.claim]
+    assert checks
+    assert {check.passed for check in checks} == {False}
+
+
 def test_logitslead_only_if_they_grow_before_the_loss_rises():
     losses = tuple((step, 2.0 + (step > 300)) for step in EVERY)
     assert lead(grows(1e4), losses) > 0
